@@ -1,0 +1,77 @@
+"""Guards code that stands in several scripts: each copy must be word for word its original.
+
+The scripts import nothing of each other, so that one file is all there is to read. What they have in common
+carries the line `# Copied from tp.py` above it: here the text below that line is compared with the statement
+of the same name in the file named. In the original itself the line stands too, so that `diff` of two scripts
+shows only what differs.
+
+    python tests/copies.py          # list what drifted; exit 1 if anything did
+    python tests/copies.py --fix    # write the original over its copies
+"""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ("tp.py", "sp_megatron.py", "sp_ulysses.py", "pp.py")
+MARK = re.compile(r"# Copied from (\w+\.py)$")
+
+
+def statements(text):
+    """{name: (first line, last line, file it was copied from or None)} of a module's statements, from 0."""
+    lines, found = text.splitlines(), {}
+    for node in ast.parse(text).body:
+        first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))]) - 1
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            name = node.name
+        elif isinstance(node, ast.Assign):
+            name = ast.unparse(node.targets[0])
+        else:
+            continue
+        mark = MARK.match(lines[first - 1]) if first else None
+        found[name] = first, node.end_lineno, mark and mark[1]
+    return found
+
+
+def drift(folder=ROOT, fix=False):
+    """One line for each copy that is not its original, and for each copy that nothing marks.
+
+    With fix, the original's text is written over the copies that differ.
+    """
+    texts = {name: (folder / name).read_text() for name in SCRIPTS if (folder / name).exists()}
+    tables = {name: statements(text) for name, text in texts.items()}
+    problems = []
+
+    def source(script, name):
+        first, last, _ = tables[script][name]
+        return "\n".join(texts[script].splitlines()[first:last])
+
+    for script in texts:
+        for name, (first, last, original) in reversed(tables[script].items()):  # last first: lines stay put
+            if original and name not in tables.get(original, {}):
+                problems.append(f"{script}: {name} says it was copied from {original}, which has no such thing")
+            elif original == script:
+                others = [tables[other].get(name, (0, 0, None))[2] for other in texts if other != script]
+                if script not in others:
+                    problems.append(f"{script}: {name} is marked as copied, and nothing copies it")
+            elif original and source(script, name) != source(original, name):
+                problems.append(f"{script}: {name} differs from its original in {original}")
+                if fix:
+                    lines = texts[script].splitlines()
+                    lines[first:last] = source(original, name).splitlines()
+                    (folder / script).write_text("\n".join(lines) + "\n")
+                    texts[script] = "\n".join(lines) + "\n"
+                    problems[-1] += " (written anew)"
+            elif not original and last - first > 3:
+                for other in texts:
+                    if other != script and name in tables[other] and source(other, name) == source(script, name):
+                        problems.append(f"{script}: {name} is the same in {other}, and nothing marks it")
+    return problems
+
+
+if __name__ == "__main__":
+    found = drift(fix="--fix" in sys.argv)
+    print(*found or ["no copy has drifted"], sep="\n")
+    sys.exit(1 if found and "--fix" not in sys.argv else 0)
