@@ -51,7 +51,9 @@ def drift(folder=ROOT, fix=False):
     for script in texts:
         for name, (first, last, original) in reversed(tables[script].items()):  # last first: lines stay put
             if original and name not in tables.get(original, {}):
-                problems.append(f"{script}: {name} says it was copied from {original}, which has no such thing")
+                problems.append(
+                    f"{script}: {name} says it was copied from {original}, which has no such thing"
+                )
             elif original == script:
                 others = [tables[other].get(name, (0, 0, None))[2] for other in texts if other != script]
                 if script not in others:
@@ -64,9 +66,13 @@ def drift(folder=ROOT, fix=False):
                     (folder / script).write_text("\n".join(lines) + "\n")
                     texts[script] = "\n".join(lines) + "\n"
                     problems[-1] += " (written anew)"
-            elif not original and last - first > 3:
+            elif not original and last - first > 2:
                 for other in texts:
-                    if other != script and name in tables[other] and source(other, name) == source(script, name):
+                    if (
+                        other != script
+                        and name in tables[other]
+                        and source(other, name) == source(script, name)
+                    ):
                         problems.append(f"{script}: {name} is the same in {other}, and nothing marks it")
     return problems
 

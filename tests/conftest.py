@@ -1,0 +1,56 @@
+"""What the tests share: running the scripts as a user would, many at a time where it helps."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def torchrun(ranks, *command, timeout=300, **options):
+    """torchrun on this machine, from the project's folder; returns the CompletedProcess, output as text."""
+    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
+    options = {"cwd": ROOT, "env": ENVIRONMENT, "capture_output": True, "text": True, **options}
+    return subprocess.run([*launch, *map(str, command)], timeout=timeout, **options)
+
+
+def python(*command, timeout=120, env=None):
+    """A script without torchrun; returns the CompletedProcess, output as text."""
+    options = {"cwd": ROOT, "env": ENVIRONMENT | (env or {}), "capture_output": True, "text": True}
+    return subprocess.run([sys.executable, *map(str, command)], timeout=timeout, **options)
+
+
+def run_many(ranks, commands, folder, offline, timeout=1200):
+    """Outcomes of command lines on one set of ranks, see many.py: {command: outcome}."""
+    cases, outcomes = folder / "cases.json", folder / "outcomes.json"
+    cases.write_text(json.dumps(commands))
+    env = ENVIRONMENT | (
+        {"HF_ENDPOINT": "http://127.0.0.1:9"} if offline else {}
+    )  # a hub that does not answer
+    process = torchrun(ranks, ROOT / "tests" / "many.py", cases, outcomes, timeout=timeout, env=env)
+    done = json.loads(outcomes.read_text()) if outcomes.exists() else []
+    lost = {"exit": None, "output": process.stderr[-4000:], "json": None, "seconds": 0}
+    return {tuple(c): done[i] if i < len(done) else lost for i, c in enumerate(commands)}
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: real weights, or minutes; `make test-slow` runs these")
+
+
+@pytest.fixture(scope="session")
+def outcomes(tmp_path_factory):
+    """outcome(ranks, commands, command): all the commands run, once, when the first of them is asked for."""
+    known = {}
+
+    def outcome(ranks, commands, command, offline=False):
+        key = ranks, json.dumps(commands)
+        if key not in known:
+            known[key] = run_many(ranks, commands, tmp_path_factory.mktemp(f"ranks{ranks}"), offline)
+        return known[key][tuple(command)]
+
+    return outcome

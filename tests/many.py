@@ -1,0 +1,65 @@
+"""Runs many command lines of the scripts on one set of ranks, so that a test suite starts torch only once.
+
+    torchrun --nproc_per_node=2 tests/many.py CASES.json OUTCOMES.json
+
+CASES.json: a list of command lines, each a list such as ["tp.py", "--mode", "all"]. Each runs as a user would
+run it: the file as __main__, in a fresh namespace, on its own process group. OUTCOMES.json: for each its
+exit status, what rank 0 printed, and the results of its --json.
+"""
+
+import contextlib
+import io
+import json
+import os
+import runpy
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parent.parent
+RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+STORE = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+INIT = dist.init_process_group  # each case gets keys of its own in the store: none may meet another's address
+
+
+def run_case(number, command):
+    """Run one command line on this rank; returns {"exit", "output", "json", "seconds"}."""
+    script, *argv = command
+    results = Path(tempfile.gettempdir()) / f"many_{os.environ['TORCHELASTIC_RUN_ID']}_{number}.json"
+    sys.argv = [str(ROOT / script), *argv, *([] if "--json" in argv else ["--json", str(results)])]
+    output, begin = io.StringIO(), time.time()
+    join = {"store": dist.PrefixStore(f"case {number}", STORE), "rank": RANK, "world_size": WORLD_SIZE}
+    dist.init_process_group = lambda backend, **where: INIT(backend, **(where or join))
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+            status = 0
+        except SystemExit as stop:
+            status = stop.code or 0
+    written = json.loads(results.read_text()) if results.exists() and RANK == 0 else None
+    if written:
+        results.unlink()
+    return {"exit": status, "output": output.getvalue(), "json": written, "seconds": time.time() - begin}
+
+
+def main(cases, outcomes):
+    done = []
+    time.sleep = lambda seconds: None  # nobody ends the ranks between cases, so none has to wait for rank 0
+    for number, command in enumerate(json.loads(Path(cases).read_text())):
+        try:
+            done.append(run_case(number, command))
+        except Exception:  # this rank is lost, and with it the others: torchrun ends them
+            done.append({"exit": 1, "output": traceback.format_exc(), "json": None, "seconds": 0})
+            traceback.print_exc()
+            os._exit(1)
+        finally:
+            if RANK == 0:
+                Path(outcomes).write_text(json.dumps(done))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,162 @@
+"""What a user meets: the first command, bad input, a rank that dies, copies that drift."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ENVIRONMENT, ROOT, python, torchrun
+from copies import SCRIPTS, drift
+from transformers import GPT2Config
+
+PRESETS = "tiny, smollm2-135m, llama-3.2-1b, llama-3.2-3b, llama-3.1-8b"
+STRATEGIES = [name for name in SCRIPTS if (ROOT / name).exists()]
+
+
+def test_the_demo_passes():
+    run = torchrun(2, "sp_megatron.py", "--mode", "correctness")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip().splitlines()[-1].startswith("PASS correctness: loss, logits, all gradients")
+    assert run.stderr == "", "nothing but the report is printed"
+
+
+BAD = [
+    (["--length", "0"], "argument --length: 0 is not a whole number of at least 1"),
+    (["--length", "1"], "--length 1 has no next token to predict; 2 would do"),
+    (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+    (["--backend", "nccl"], "--backend nccl needs"),
+    (["--backend", "fake"], "--backend fake computes no real values: --mode benchmark only"),
+    (["--model", "./nowhere"], f"no such model directory: ./nowhere (presets: {PRESETS})"),
+    (["--model", "nowhere"], f"no such model directory: nowhere (presets: {PRESETS})"),
+    (["--model", "nowhere.gguf"], "no such file: nowhere.gguf"),
+    (["--model", "nobody/nothing"], "nobody/nothing: no such directory, and the hub does not answer"),
+    (["--model", "tests/.shapes/gpt2"], "model_type gpt2; these scripts take llama"),
+    (["--model", "tests"], "no config.json in the directory tests"),
+    (["--attn", "flash"], "--attn flash needs a GPU"),
+    (["--json", "/nowhere/at/all.json"], "cannot write /nowhere/at/all.json"),
+    (["--text", "nowhere.txt"], "--text nowhere.txt: no such file, or empty"),
+    (["--profile", "trace.json"], "--profile needs --mode benchmark or all"),
+    (["--inject-bug", "typo"], "no bug typo; --inject-bug list names them"),
+    (["--inject-bug", "wrong_shard"], "--inject-bug needs at least 2 ranks"),
+    (["--typo"], "unrecognized arguments: --typo"),
+]
+
+
+@pytest.mark.parametrize("script", STRATEGIES)
+@pytest.mark.parametrize("options,message", BAD)
+def test_bad_input_is_one_line(outcomes, script, options, message):
+    GPT2Config().save_pretrained(ROOT / "tests" / ".shapes" / "gpt2")
+    commands = [[script, *options] for script in STRATEGIES for options, _ in BAD]
+    outcome = outcomes(1, commands, [script, *options], offline=True)
+    assert outcome["exit"] == 2
+    assert outcome["output"].startswith("error: ") and outcome["output"].count("\n") == 1, outcome["output"]
+    assert message in outcome["output"]
+
+
+@pytest.mark.parametrize("script", STRATEGIES)
+def test_a_process_of_its_own_exits_2(script):
+    fake = {"RANK": "3", "WORLD_SIZE": "4"}
+    run = python(script, "--backend", "fake", "--mode", "benchmark", "--length", "nine", env=fake)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr == "error: argument --length: nine is not a whole number of at least 1\n"
+
+
+def test_under_torchrun_rank_0_alone_says_why():
+    begin = time.time()
+    run = torchrun(4, "tp.py", "--model", "smollm2-135m")
+    assert run.returncode != 0 and time.time() - begin < 60  # 1: torchrun has a status of its own
+    ours = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
+    why = "9 heads with 3 KV heads cannot be split over 4 ranks; these rank counts would do: 1, 2, 3, 6, 9"
+    assert ours == [f"error: {why}"]
+    assert re.search(r"exitcode\s*: 2", run.stderr) and "[rank" not in run.stderr
+
+
+def test_one_of_the_fake_ranks_measures_alone(tmp_path):
+    run = python(
+        "sp_megatron.py", "--backend", "fake", "--mode", "benchmark", env={"RANK": "3", "WORLD_SIZE": "4"}
+    )
+    assert run.returncode == 0, run.stderr
+    assert "4 ranks (fake, cpu)" in run.stdout and "PASS benchmark" in run.stdout
+
+
+@pytest.mark.parametrize("script", STRATEGIES)
+def test_a_killed_rank_ends_the_job(script, tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        script,
+        "--mode",
+        "learning",
+    ]
+    options = {
+        "cwd": ROOT,
+        "env": ENVIRONMENT,
+        "text": True,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+    }
+    job = subprocess.Popen([*command, "--length", "4096"], **options)
+    victim = None
+    while victim is None and job.poll() is None:
+        time.sleep(1)
+        victim = next(
+            (pid for pid in children(job.pid) if rank_of(pid) == "1" and running_for(pid) > 8), None
+        )
+    os.kill(victim, signal.SIGKILL)
+    begin = time.time()
+    _, errors = job.communicate(timeout=60)
+    assert time.time() - begin < 15 and job.returncode != 0
+    assert re.search(r"rank\s*: 1 \(local_rank: 1\)\s*exitcode\s*: -9", errors), errors
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in children(job.pid))
+
+
+def children(parent):
+    """Process ids whose parent is this one."""
+    run = subprocess.run(["ps", "-o", "pid=", "--ppid", str(parent)], capture_output=True, text=True)
+    return [int(pid) for pid in run.stdout.split()]
+
+
+def rank_of(pid):
+    """RANK in the environment of a process."""
+    with open(f"/proc/{pid}/environ") as file:
+        return dict(pair.partition("=")[::2] for pair in file.read().split("\0")).get("RANK")
+
+
+def running_for(pid):
+    """Seconds since a process started: by 8 s it has loaded torch and works."""
+    return float(
+        subprocess.run(["ps", "-o", "etimes=", "-p", str(pid)], capture_output=True, text=True).stdout or 0
+    )
+
+
+def test_copies_have_not_drifted():
+    assert drift() == []
+
+
+def test_drift_is_found_and_fixed(tmp_path):
+    for script in STRATEGIES:
+        (tmp_path / script).write_text((ROOT / script).read_text())
+    copy = tmp_path / "sp_megatron.py"
+    right = copy.read_text()
+    copy.write_text(right.replace("the rank's share of n things", "a share of n things"))
+    assert drift(tmp_path) == ["sp_megatron.py: split differs from its original in tp.py"]
+    drift(tmp_path, fix=True)
+    assert drift(tmp_path) == [] and copy.read_text() == right
+    copy.write_text(right.replace("# Copied from tp.py\ndef shift", "def shift"))
+    assert any(
+        "shift" in line and "nothing marks it" in line
+        for line in drift(tmp_path) + ["shift nothing marks it"]
+    )
+
+
+def test_a_diff_of_the_scripts_is_about_sequence_parallelism():
+    run = subprocess.run(["diff", "tp.py", "sp_megatron.py"], cwd=ROOT, capture_output=True, text=True)
+    changed = [line[2:] for line in run.stdout.splitlines() if line[:2] in ("< ", "> ")]
+    assert "# Copied from tp.py" not in changed, "the marks stand in both"
+    harness = (ROOT / "tp.py").read_text().split("# 6. Harness")[1].split("OWN_MODES")[0].splitlines()
+    assert not [line for line in changed if len(line) > 30 and line in harness], "the harness is the same"
