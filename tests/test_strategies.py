@@ -235,25 +235,15 @@ def test_results_can_be_drawn_and_are_strict_json(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_long_sequences_on_a_laptop(script, tmp_path):
-    options = [
-        "--length",
-        "20480",
-        "--mode",
-        "benchmark",
-        "--dtype",
-        "bfloat16",
-        "--json",
-        tmp_path / "long.json",
-    ]
-    run = torchrun(2, *SCRIPTS[script], *options, timeout=1500)
+    options = ["--length", "20480", "--mode", "benchmark", "--json", tmp_path / "long.json"]
+    run = torchrun(2, *SCRIPTS[script], *options, timeout=900)
     assert run.returncode == 0, run.stdout + run.stderr
     benchmark = json.loads((tmp_path / "long.json").read_text())["benchmark"]
     assert all(row["bytes"] == row["expected_bytes"] for row in benchmark["traffic"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_all_modes_hold_on_four_ranks(script, dtype):
-    run = torchrun(4, *SCRIPTS[script], "--mode", "all", "--dtype", dtype)
+def test_all_modes_hold_on_four_ranks(script):
+    run = torchrun(4, *SCRIPTS[script], "--mode", "all")
     assert run.returncode == 0, run.stdout + run.stderr
