@@ -1056,12 +1056,15 @@ def draw(results, path):
         axis.set_title(f"{mode}: {'PASS' if result['passed'] else 'FAIL'}", loc="left")
         axis.spines[["top", "right"]].set_visible(False)
         if mode == "correctness":
-            for kind, marker in (("grad", "o"), ("weight", "s"), ("logits", "^")):
-                rows = [(i, t) for i, t in enumerate(result["tensors"]) if t["kind"] == kind]
-                errors = [max(t["relative_error"] or 1.0, 1e-18) for _, t in rows]
+            for kind, marker in (("shard", "v"), ("logits", "^"), ("grad", "o"), ("weight", "s")):
+                rows = [
+                    (i, t["relative_error"]) for i, t in enumerate(result["tensors"]) if t["kind"] == kind
+                ]
+                errors = [1e3 if error is None else max(error, 1e-17) for _, error in rows]  # 1e-17: none
                 axis.plot([i for i, _ in rows], errors, marker, ms=4, label=kind)
-            axis.plot([t["limit"] for t in result["tensors"]], "k--", lw=1, label="at most")
-            axis.set(yscale="log", xlabel="tensors, worst first", ylabel="error relative to one device")
+            axis.plot([max(t["limit"], 1e-17) for t in result["tensors"]], "k--", lw=1, label="at most")
+            axis.set(yscale="log", xlabel="tensors, in the order of computation")
+            axis.set_ylabel("error relative to one device")
         elif mode == "learning":
             axis.plot(result["loss_reference"], lw=6, alpha=0.3, label="one device")
             axis.plot(result["loss"], label=f"{results['world_size']} ranks")
@@ -1070,9 +1073,10 @@ def draw(results, path):
             places = range(len(result["traffic"]))
             for offset, key in ((-0.2, "bytes"), (0.2, "expected_bytes")):
                 sizes = [t[key] / 2**20 for t in result["traffic"]]
-                axis.bar([i + offset for i in places], sizes, 0.4, label=key.replace("_", " "))
-            axis.set_xticks(places, [f"{t['phase']}\n{t['op']}" for t in result["traffic"]])
-            axis.set_ylabel("MiB a rank and step")
+                axis.barh([i + offset for i in places], sizes, 0.4, label=key.replace("_", " "))
+            axis.set_yticks(places, [f"{t['phase']}\n{t['op']}" for t in result["traffic"]])
+            axis.set_xlabel("MiB a rank and step")
+            axis.invert_yaxis()
         axis.legend(frameon=False)
     world, model, dtype = (results[key] for key in ("world_size", "model", "dtype"))
     figure.suptitle(f"{results['script']}: {world} ranks, {model}, {dtype}")
