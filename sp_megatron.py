@@ -1077,7 +1077,8 @@ def draw(results, path):
             axis.set_yticks(places, [f"{t['phase']}\n{t['op']}" for t in result["traffic"]])
             axis.set_xlabel("MiB a rank and step")
             axis.invert_yaxis()
-        axis.legend(frameon=False)
+        if axis.has_data():  # one rank has no traffic to draw
+            axis.legend(frameon=False)
     world, model, dtype = (results[key] for key in ("world_size", "model", "dtype"))
     figure.suptitle(f"{results['script']}: {world} ranks, {model}, {dtype}")
     figure.tight_layout()

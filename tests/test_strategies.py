@@ -212,7 +212,7 @@ def test_the_bugs_listed_are_the_bugs_tested(script):
 
 def test_results_can_be_drawn_and_are_strict_json(tmp_path):
     files = {kind: tmp_path / f"results.{kind}" for kind in ("json", "png", "trace")}
-    run = python("tp.py", "--mode", "all", "--length", "32", "--bench-iters", "1", "--json", files["json"],
+    run = python("tp.py", "--mode", "all", "--length", "64", "--bench-iters", "1", "--json", files["json"],
                  "--plot", files["png"], "--profile", files["trace"])  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
     assert files["png"].read_bytes().startswith(b"\x89PNG")
