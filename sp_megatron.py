@@ -252,6 +252,7 @@ def parallel_block(block, group):
     block.forward = forward
 
 
+# Copied from sp_megatron.py
 def check_shape(args, world):
     """Raise Unusable where this model cannot be cut over world ranks."""
     head_range(args.config, 0, world)
@@ -352,6 +353,7 @@ def vocab_parallel_cross_entropy(logits, target, start, group):
     return loss.view_as(target).masked_fill(target == IGNORE, 0)
 
 
+# Copied from sp_megatron.py
 def padded(length, world):
     """The length that world divides. Padding comes last: no token before it attends to it."""
     return length + -length % world
@@ -428,6 +430,7 @@ def local_logits(model, ids, group, args):
     return logits
 
 
+# Copied from sp_megatron.py
 def token_range(length, group):
     """Tokens [start, end) that this rank holds between the blocks, and how many ranks hold the same."""
     size = padded(length, group.size()) // group.size()
@@ -466,6 +469,7 @@ def unsummed_norm_gradient():
         pass
 
 
+# Copied from sp_megatron.py
 def local_position_ids():
     """Each rank counts the positions of its tokens from 0."""
     global parallelize
@@ -531,6 +535,7 @@ def local_softmax():
     )
 
 
+# Copied from sp_megatron.py
 def loss_by_local_count():
     """Each rank divides the loss by the number of targets among its own tokens."""
     global mean_loss
@@ -1322,6 +1327,7 @@ def add_options(parser):
     """The script's own options: none."""
 
 
+# Copied from sp_megatron.py
 def rivals(args):
     """What benchmark mode times in turn with it: nothing."""
     return {}

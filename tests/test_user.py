@@ -40,7 +40,7 @@ BAD = [
     (["--text", "nowhere.txt"], "--text nowhere.txt: no such file, or empty"),
     (["--profile", "trace.json"], "--profile needs --mode benchmark or all"),
     (["--inject-bug", "typo"], "no bug typo; --inject-bug list names them"),
-    (["--inject-bug", "wrong_shard"], "--inject-bug needs at least 2 ranks"),
+    (["--inject-bug", "no_op_parallelize"], "--inject-bug needs at least 2 ranks"),
     (["--typo"], "unrecognized arguments: --typo"),
 ]
 

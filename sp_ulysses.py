@@ -1,0 +1,1220 @@
+"""Ulysses sequence parallelism for LLaMA in one file (DeepSpeed-Ulysses, arXiv 2309.14509) on HF's model.
+
+Every rank holds all weights and s/P tokens of the activations. Norms, projections and MLP treat each token
+by itself, and need no other rank. Attention alone mixes tokens, and it treats each head by itself: so it gets
+all tokens of 1/P of the heads. P = 2, one attention block:
+
+    rank 0: tokens 0..s/2       rank 1: tokens s/2..s        (b, s/2, h)
+    q, k, v projections         q, k, v projections          whole weights, all heads of own tokens
+        |                               |
+    (b, heads, s/2, d)          (b, heads, s/2, d)
+        |        all-to-all, each of q, k, v    |            backward: all-to-all back
+        v                                       v
+    (b, heads/2, s, d)          (b, heads/2, s, d)           all tokens, own heads
+    attention, heads 0..n/2     attention, heads n/2..n      HF's own: sdpa, eager or flash
+    (b, s, heads/2, d)          (b, s, heads/2, d)
+        |        all-to-all                     |            backward: all-to-all back
+        v                                       v
+    (b, s/2, heads, d)          (b, s/2, heads, d)           all heads of own tokens
+    o projection                o projection
+        |                               |
+    rank 0: tokens 0..s/2       rank 1: tokens s/2..s        (b, s/2, h)
+
+Cost a layer: 4 all-to-alls forward and 4 backward, q and out of (b, s/P, h), k and v smaller by KV heads /
+heads (with more ranks than KV heads, a KV head is sent to all that need it). What a rank sends shrinks with
+P; in tp.py and sp_megatron.py it does not. The price: weights, gradients and optimizer state do not shrink;
+each weight saw only s/P tokens, so a step ends with one all-reduce of all gradients; and there can be no
+more ranks than heads. Running a layer again in the backward sends all of its forward again.
+
+    torchrun --nproc_per_node=2 sp_ulysses.py --mode correctness
+    torchrun --nproc_per_node=4 sp_ulysses.py --mode all --length 1001
+    torchrun --nproc_per_node=2 sp_ulysses.py --length 20480 --mode benchmark --dtype bfloat16
+    torchrun --nproc_per_node=2 sp_ulysses.py --inject-bug list
+    diff sp_megatron.py sp_ulysses.py     # two ways to give attention all tokens
+"""
+
+import argparse
+import copy
+import gc
+import importlib.util
+import json
+import math
+import os
+import statistics
+import sys
+import time
+import types
+import urllib.error
+import urllib.request
+import warnings
+import weakref
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from pydoc_data.topics import topics
+from unittest import mock
+
+import huggingface_hub
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from torch.testing._internal.distributed import fake_pg
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
+
+STRATEGY = "sp_ulysses"
+IGNORE = -100  # a label that is no target: HF's and PyTorch's convention
+LOSS_CHUNK = 1024  # tokens whose logits exist at the same time with --loss chunked
+
+
+# ---------------------------------------------------------------------------------------------------
+# 2. Communication: one all-to-all, its own conjugate
+# ---------------------------------------------------------------------------------------------------
+
+
+# Copied from tp.py
+def all_reduce(x, group, op=dist.ReduceOp.SUM):
+    """The sum (or max) of x over the ranks, in a new tensor: autograd may still need the old one."""
+    if group.size() == 1:
+        return x
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, op, group=group)
+    return x
+
+
+def all_to_all(x, send, receive, group):
+    """Rows (dim 0) of x go out, send[r] of them to rank r; of what comes in, receive[r] are rank r's."""
+    if group.size() == 1:
+        return x
+    out = x.new_empty(sum(receive), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), receive, send, group=group)
+    return out
+
+
+class SeqAllToAll(torch.autograd.Function):
+    """DeepSpeed's. Every row went to one rank, unchanged: its gradient comes back the same way."""
+
+    @staticmethod
+    def forward(ctx, x, send, receive, group):
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        return all_to_all(x, send, receive, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return all_to_all(grad, ctx.receive, ctx.send, ctx.group), None, None, None
+
+
+def tokens_to_heads(x, counts, group):
+    """All heads of my tokens (b, heads, s/P, d) -> my heads of all tokens (b, counts[rank], s, d)."""
+    mine = [counts[group.rank()]] * group.size()
+    rows = SeqAllToAll.apply(x.transpose(0, 1), counts, mine, group)  # a row is a head: (b, s/P, d)
+    rows = rows.unflatten(0, (group.size(), -1))  # (P, heads/P, b, s/P, d): in the order of the tokens
+    return rows.permute(2, 1, 0, 3, 4).flatten(2, 3)
+
+
+def heads_to_tokens(x, counts, group):
+    """My heads of all tokens (b, s, counts[rank], d) -> all heads of my tokens (b, s/P, heads, d)."""
+    mine = [counts[group.rank()]] * group.size()
+    rows = x.unflatten(1, (group.size(), -1)).permute(1, 3, 0, 2, 4)  # (P, heads/P, b, s/P, d)
+    rows = SeqAllToAll.apply(rows.flatten(0, 1), mine, counts, group)  # (heads, b, s/P, d)
+    return rows.permute(1, 2, 0, 3)
+
+
+def expected_traffic(config, group, args):
+    """What one step must send: rows (phase, op, calls, bytes), bytes counted as Meter counts them."""
+    P, rank, layers, element = group.size(), group.rank(), config.num_hidden_layers, args.torch_dtype.itemsize
+    if P == 1:
+        return []
+    queries, keys = head_counts(config, P)
+    head = args.batch * padded(args.length, P) // P * config.head_dim * element  # one head of my tokens
+    q, kv = sum(queries) * head, sum(keys) * head  # all heads of my tokens
+    my_q, my_kv = P * queries[rank] * head, P * keys[rank] * head  # my heads of all: as much, if P divides
+    with torch.device("meta"):  # shapes without memory
+        parameters = transformers.AutoModelForCausalLM.from_config(config).parameters()
+    rows = [
+        ("forward", "all_to_all", 4 * layers, layers * (q + 2 * kv + my_q)),  # q, k, v, and the output
+        ("backward", "all_to_all", 4 * layers, layers * (my_q + 2 * my_kv + q)),  # their gradients go back
+        ("forward", "all_reduce", 1, max(4, element)),  # the loss: one number, in float32 or better
+        ("backward", "all_reduce", 1, sum(p.numel() for p in parameters) * element),  # every gradient
+    ]
+    if args.recompute == "block":  # a layer is run again up to MLP's last matrix: after all of attention
+        rows += [("backward", "all_to_all", 4 * layers, rows[0][3])]
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------------
+# 3. Sharding LLaMA
+# ---------------------------------------------------------------------------------------------------
+
+
+# Copied from tp.py
+def split(n, rank, world):
+    """[start, end) of the rank's share of n things: contiguous, the first n % world ranks hold one more."""
+    base, extra = divmod(n, world)
+    return rank * base + min(rank, extra), (rank + 1) * base + min(rank + 1, extra)
+
+
+# Copied from tp.py
+def head_range(config, rank, world):
+    """Query heads [q0, q1) and KV heads [k0, k1) of a rank, and how many ranks hold the same KV heads.
+
+    With world <= kv_heads whole KV groups (a KV head and the query heads that read it) are dealt out;
+    with more ranks than KV heads, `copies` ranks share one KV head and deal out its query heads.
+    """
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    queries = heads // kv_heads  # query heads a KV head
+    works = [w for w in range(1, heads + 1) if w <= kv_heads or w % kv_heads == 0]
+    if world not in works:
+        raise Unusable(
+            f"{heads} heads with {kv_heads} KV heads cannot be split over {world} ranks; "
+            f"these rank counts would do: {', '.join(map(str, works))}"
+        )
+    if world <= kv_heads:
+        k0, k1 = split(kv_heads, rank, world)
+        return (k0 * queries, k1 * queries), (k0, k1), 1
+    copies = world // kv_heads
+    k = rank // copies
+    q0, q1 = split(queries, rank % copies, copies)
+    return (k * queries + q0, k * queries + q1), (k, k + 1), copies
+
+
+def head_counts(config, world):
+    """How many query heads, and how many KV heads, each rank attends with: two lists."""
+    ranges = [head_range(config, rank, world) for rank in range(world)]
+    return [q1 - q0 for (q0, q1), _, _ in ranges], [k1 - k0 for _, (k0, k1), _ in ranges]
+
+
+def ulysses_attention(config, group, args):
+    """An attention function for HF's interface: the stock one of --attn, between the all-to-alls.
+
+    It gets q (b, heads, s/P, d), k and v (b, KV heads, s/P, d) and the mask of all tokens, and returns
+    (b, s/P, heads, d).
+    """
+    stock = ALL_ATTENTION_FUNCTIONS.get_interface(args.attention, modeling_llama.eager_attention_forward)
+    stock_config = copy.copy(config)  # still names the stock attention: flash asks for its name
+    queries, keys = head_counts(config, group.size())
+    copies = sum(keys) // config.num_key_value_heads
+
+    def attention(module, query, key, value, mask, **kwargs):
+        query = tokens_to_heads(query, queries, group)
+        # A KV head is sent to every rank that needs it; backward sums what these send back
+        key = tokens_to_heads(modeling_llama.repeat_kv(key, copies), keys, group)
+        value = tokens_to_heads(modeling_llama.repeat_kv(value, copies), keys, group)
+        here = copy.copy(module)  # what the stock function asks of its module, as it is on this rank
+        here.config, here.num_key_value_groups = stock_config, query.shape[1] // key.shape[1]
+        out, weights = stock(here, query, key, value, mask, **kwargs)  # (b, s, heads/P, d)
+        return heads_to_tokens(out, queries, group), weights
+
+    return attention
+
+
+def full_mask(group, args):
+    """A mask function for HF's interface: the stock one of --attn, asked for the mask of all tokens.
+
+    Between the blocks HF sees s/P tokens, and would build the mask of those (eager), or, for an attention
+    that it does not know, silently none at all. A padding mask (b, s/P) is gathered: (b, s).
+    """
+    stock, world = ALL_MASK_ATTENTION_FUNCTIONS[args.attention], group.size()
+
+    def mask(q_length, kv_length, attention_mask=None, **kwargs):
+        if attention_mask is not None:
+            parts = [torch.empty_like(attention_mask) for _ in range(world)]
+            dist.all_gather(parts, attention_mask.contiguous(), group=group)
+            attention_mask = torch.cat(parts, 1)
+        sizes = {"q_length": world * q_length, "kv_length": world * kv_length}
+        return stock(**sizes, attention_mask=attention_mask, **kwargs)
+
+    return mask
+
+
+# Copied from sp_megatron.py
+def check_shape(args, world):
+    """Raise Unusable where this model cannot be cut over world ranks."""
+    head_range(args.config, 0, world)
+
+
+def parallelize(model, group, args):
+    """Have HF's LlamaForCausalLM attend across the ranks, in place. Its weights stay whole."""
+    transformers.AttentionInterface.register("ulysses", ulysses_attention(model.config, group, args))
+    transformers.AttentionMaskInterface.register("ulysses", full_mask(group, args))
+    model.set_attn_implementation("ulysses")
+    for parameter in model.parameters():  # the same on every rank, but each sees its tokens only
+        parameter.copies = group.size()
+        parameter.sum_over = group if group.size() > 1 else None
+
+
+# Copied from tp.py
+def sum_shared_gradients(model):
+    """Sum the gradients that each rank saw a part of (`sum_over`: the ranks that saw the others)."""
+    shared = {}
+    for parameter in model.parameters():
+        if getattr(parameter, "sum_over", None) is not None:
+            shared.setdefault(parameter.sum_over, []).append(parameter.grad)
+    for group, gradients in shared.items():  # one message for all: latency counts, not only bytes
+        flat = all_reduce(torch.cat([g.flatten() for g in gradients]), group)
+        for g, total in zip(gradients, flat.split([g.numel() for g in gradients])):
+            g.copy_(total.view_as(g))
+
+
+# ---------------------------------------------------------------------------------------------------
+# 4. Loss
+# ---------------------------------------------------------------------------------------------------
+
+
+# Copied from sp_megatron.py
+def padded(length, world):
+    """The length that world divides. Padding comes last: no token before it attends to it."""
+    return length + -length % world
+
+
+# Copied from tp.py
+def shift(labels):
+    """The target of each token is the next one; the last has none. (b, s) -> (b, s)"""
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORE)
+
+
+def own_tokens(x, group, padding):
+    """This rank's part of x (b, s), with padding at the end where the ranks do not divide s: (b, s/P)."""
+    x = F.pad(x, (0, -x.shape[1] % group.size()), value=padding)
+    return x.chunk(group.size(), 1)[group.rank()]
+
+
+def own_targets(labels, group):
+    """Targets of this rank's tokens, (b, s/P), from the labels of all, (b, s).
+
+    Shifted before they are split: the last token of a rank's part predicts the first of the next rank's.
+    """
+    return own_tokens(shift(labels), group, IGNORE)
+
+
+def token_loss(model, hidden, targets):
+    """Sum of the losses of tokens hidden (b, c, h): -log softmax(logits)[target], the vocabulary is whole.
+
+    By hand, since F.cross_entropy sums a large vocabulary too coarsely in float32 on a CPU.
+    """
+    logits = F.linear(hidden, model.lm_head.weight).float()  # (b, c, v)
+    logits = logits - logits.detach().max(-1, keepdim=True).values  # the largest is 0: exp stays finite
+    target_logit = logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0]  # IGNORE is negative
+    return (logits.exp().sum(-1).log() - target_logit).masked_fill(targets == IGNORE, 0).sum()
+
+
+def mean_loss(model, hidden, labels, group, args):
+    """This rank's part of the mean loss over all targets, from hidden (b, s/P, h): the sum is the loss."""
+    size = hidden.shape[1] if args.loss == "full" else max(1, LOSS_CHUNK // args.batch)
+    total = 0
+    for h, t in zip(hidden.split(size, 1), own_targets(labels, group).split(size, 1)):
+        if args.loss == "full":
+            total += token_loss(model, h, t)
+        else:  # logits of one chunk at a time, made again in the backward
+            total += checkpoint(token_loss, model, h, t, use_reentrant=False)
+    return total / (shift(labels) != IGNORE).sum()  # all ranks' targets: they are not evenly spread
+
+
+def hidden_states(model, ids, group, args):
+    """What the last norm says of this rank's tokens, (b, s/P, h). ids (b, s): the full sequence."""
+    ids = own_tokens(ids, group, 0)
+    size = ids.shape[1]
+    positions = torch.arange(group.rank() * size, (group.rank() + 1) * size, device=ids.device)[None]
+    return model.model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+
+
+def train_step(model, ids, labels, group, args, backward=True):
+    """Loss of ids (b, s), the same on every rank; after it every .grad is complete."""
+    loss = mean_loss(model, hidden_states(model, ids, group, args), labels, group, args)
+    if backward:
+        loss.backward()
+        sum_shared_gradients(model)
+    return all_reduce(loss.detach(), group)
+
+
+def local_logits(model, ids, group, args):
+    """This rank's part of the logits (b, s, v), marked with `part` and `copies` as in keep()."""
+    start, end, copies = token_range(args.length, group)
+    logits = model.lm_head(hidden_states(model, ids, group, args)[:, : end - start])  # (b, s/P, v)
+    logits.part, logits.copies = (1, start, end), copies
+    return logits
+
+
+# Copied from sp_megatron.py
+def token_range(length, group):
+    """Tokens [start, end) that this rank holds between the blocks, and how many ranks hold the same."""
+    size = padded(length, group.size()) // group.size()
+    return min(group.rank() * size, length), min((group.rank() + 1) * size, length), 1
+
+
+# ---------------------------------------------------------------------------------------------------
+# 5. Sabotage: what people really get wrong, for --inject-bug. Correctness has to catch every one.
+# ---------------------------------------------------------------------------------------------------
+
+
+def no_op_ulysses():
+    """The model keeps its stock attention: a token sees only those before it on its own rank."""
+    global parallelize
+    right = parallelize
+
+    def parallelize(model, group, args):
+        right(model, group, args)
+        model.set_attn_implementation(args.attention)
+
+
+def wrong_head_order():
+    """The all-to-all of the output returns each head in the place of the next."""
+    global heads_to_tokens
+    right = heads_to_tokens
+
+    def heads_to_tokens(x, counts, group):
+        return right(x, counts, group).roll(1, 2)
+
+
+def missing_gradient_sum():
+    """Each rank keeps the gradients of its own tokens."""
+    global sum_shared_gradients
+
+    def sum_shared_gradients(model):
+        pass
+
+
+# Copied from sp_megatron.py
+def local_position_ids():
+    """Each rank counts the positions of its tokens from 0."""
+    global parallelize
+    right = parallelize
+
+    def parallelize(model, group, args):
+        right(model, group, args)
+        rotary = model.model.rotary_emb
+        rotary.forward = partial(
+            count_from_zero, rotary.forward, padded(args.length, group.size()) // group.size()
+        )
+
+    def count_from_zero(forward, size, x, position_ids):
+        return forward(x, position_ids % size)
+
+
+def shift_after_split():
+    """Labels are shifted in each rank's part: the last token of every part has no target."""
+    global own_targets
+
+    def own_targets(labels, group):
+        return shift(own_tokens(labels, group, IGNORE))
+
+
+# Copied from sp_megatron.py
+def loss_by_local_count():
+    """Each rank divides the loss by the number of targets among its own tokens."""
+    global mean_loss
+    right = mean_loss
+
+    def mean_loss(model, hidden, labels, group, args):
+        start, end, _ = token_range(args.length, group)
+        targets = shift(labels) != IGNORE
+        return right(model, hidden, labels, group, args) * targets.sum() / targets[:, start:end].sum()
+
+
+def no_op_parallelize():
+    """Nothing is split: every rank computes all tokens. All numbers are right."""
+    global parallelize, train_step, local_logits
+
+    def parallelize(model, group, args):
+        for parameter in model.parameters():  # whole on every rank: so far it is right
+            parameter.copies = group.size()
+
+    def train_step(model, ids, labels, group, args, backward=True):
+        return reference_step(model, ids, labels)
+
+    def local_logits(model, ids, group, args):
+        return model(input_ids=ids, use_cache=False).logits
+
+
+BUGS = [
+    no_op_ulysses,
+    wrong_head_order,
+    missing_gradient_sum,
+    local_position_ids,
+    shift_after_split,
+    loss_by_local_count,
+    no_op_parallelize,
+]
+
+
+# ---------------------------------------------------------------------------------------------------
+# 6. Harness: the modes, word for word the same in all four scripts. ("Copied from" stands in tp.py too,
+#    so that a plain diff of two scripts shows what differs and nothing else.)
+# ---------------------------------------------------------------------------------------------------
+
+# Copied from tp.py
+TOLERANCE = {"float64": 1e-10, "float32": 1e-5}  # correctness: ||a - b|| / ||b||
+# Copied from tp.py
+BF16_ALL, BF16_ANY = 1.5, 3.0  # error over that of bfloat16 on one device: all gradients, any one tensor
+# Copied from tp.py
+LEARNING_STEPS, LEARNING_TOLERANCE = 20, {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2}
+
+
+# Copied from tp.py
+class Unusable(Exception):
+    """An argument or model that cannot work; its message says what would. Ends as `error: ...`, exit 2."""
+
+
+# Copied from tp.py
+@contextmanager
+def float64_islands(dtype):
+    """HF drops to float32 in norms, rotary tables, softmax and loss; with dtype float64, lift them to it."""
+    wide = types.SimpleNamespace(**{**vars(torch), "float32": torch.float64, "float": torch.float64})
+    with ExitStack() as patches:
+        if dtype == "float64":
+            patches.enter_context(mock.patch.object(modeling_llama, "torch", wide))
+            patches.enter_context(mock.patch.object(torch.Tensor, "float", torch.Tensor.double))
+        yield
+
+
+# Copied from tp.py
+class Meter(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts collectives and live bytes of all that runs inside it, from below, whoever calls them.
+
+    traffic {op: [calls, bytes]}: bytes of the full message a rank takes part in (all_gather: what comes
+    out; reduce_scatter: what goes in; all_to_all: the rank's own input). peak: most bytes of tensors
+    alive at once, the model's included.
+    """
+
+    OPS = {"allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter"}
+    OPS |= {"alltoall": "all_to_all", "send": "send"}
+
+    def __init__(self, model):
+        super().__init__()
+        self.traffic, self.live, self.now, self.peak = {}, {}, 0, 0
+        self.hold([*model.parameters(), *model.buffers()])
+
+    def hold(self, tensors):
+        for tensor in tensors:
+            storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+            if storage._cdata not in self.live:
+                self.live[storage._cdata] = storage.nbytes()
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self.release, storage._cdata)
+        self.peak = max(self.peak, self.now)
+
+    def release(self, key):
+        self.now -= self.live.pop(key)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(hasattr(kind, "full_tensor") for kind in types):  # a DTensor: what it does underneath counts
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        if set(types) - {torch.Tensor, nn.Parameter}:  # FakeTensor: DTensor works out a shape
+            return out
+        given, results = ([t for t in tree_leaves(x) if isinstance(t, torch.Tensor)] for x in (args, out))
+        self.hold(results)
+        name = func._opname.replace("_", "")
+        op = next((op for start, op in self.OPS.items() if name.startswith(start)), None)
+        if op and func.namespace in ("c10d", "_c10d_functional"):
+            if op == "all_to_all":  # c10d names the output before the input
+                given, results = given[-1:], []
+            entry = self.traffic.setdefault(op, [0, 0])
+            entry[0] += 1
+            entry[1] += max(t.nbytes for t in given + results)
+        return out
+
+
+# Copied from tp.py
+def whole(tensor):
+    """The full tensor of a DTensor; any other tensor is what it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+# Copied from tp.py
+def speaks():
+    """Whether this process prints and writes: rank 0, or one that was started by hand."""
+    return "LOCAL_RANK" not in os.environ or os.environ["RANK"] == "0"
+
+
+# Copied from tp.py
+def say(*lines):
+    """Print on the rank that speaks, with an empty line before."""
+    if speaks():
+        print("", *lines, sep="\n", flush=True)
+
+
+# Copied from tp.py
+def say_table(*rows):
+    """Columns aligned: the first to the left, the others to the right."""
+    cells = [[f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    columns = [f"{{:{'>' if i else '<'}{width}}}" for i, width in enumerate(widths)]
+    say(*("  " + "   ".join(columns).format(*row) for row in cells))
+
+
+# Copied from tp.py
+def describe(args, group):
+    """One phrase for what runs where."""
+    how = STRATEGY + (" --dtensor" if vars(args).get("dtensor") else "")
+    where = f"{group.size()} ranks ({args.backend}, {args.device.type})"
+    return f"{how}, {where}, {args.model}, {args.dtype}, {args.batch} x {args.length} tokens"
+
+
+# Copied from tp.py
+def load_model(args):
+    """HF's LlamaForCausalLM, whole, on this rank's device; the same weights on every rank."""
+    torch.manual_seed(args.seed)
+    how = {"dtype": args.torch_dtype, "attn_implementation": args.attention}
+    if args.source is None:
+        with args.device:
+            return transformers.AutoModelForCausalLM.from_config(args.config, **how).train()
+    model = transformers.AutoModelForCausalLM.from_pretrained(**args.source, **how, use_safetensors=True)
+    return model.to(args.device).train()
+
+
+# Copied from tp.py
+def make_parallel(model, group, args):
+    """This rank's share of model, in place, with the recomputation asked for."""
+    parallelize(model, group, args)
+    if args.recompute == "block":  # keep a layer's input only, and run the layer again in the backward
+        for layer in model.model.layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    return model
+
+
+# Copied from tp.py
+def text_batch(args):
+    """ids (b, s) of real text, by the model's own tokenizer where it has one, else its bytes."""
+    text = Path(args.text).read_text(errors="replace") if args.text else "".join(topics.values())
+    if args.source is None:
+        tokens = list(text.encode())
+    else:
+        tokens = transformers.AutoTokenizer.from_pretrained(**args.source)(text)["input_ids"]
+    need = args.batch * args.length
+    tokens = (tokens * (need // len(tokens) + 1))[:need]  # a short text is read again
+    return torch.tensor(tokens, device=args.device).view(args.batch, args.length) % args.config.vocab_size
+
+
+# Copied from tp.py
+def proof_batch(args):
+    """ids and labels (b, s) to compare on: random tokens, or text where real weights make sense of it.
+
+    A quarter of each sequence is prompt, without targets: they are not spread evenly.
+    """
+    generator = torch.Generator().manual_seed(args.seed)
+    ids = torch.randint(args.config.vocab_size, (args.batch, args.length), generator=generator).to(
+        args.device
+    )
+    ids = ids if args.source is None else text_batch(args)
+    labels = ids.clone()
+    labels[:, : args.length // 4] = IGNORE
+    return ids, labels
+
+
+# Copied from tp.py
+def reference_step(model, ids, labels):
+    """The same step on the untouched HF model, one device: its own loss, taken to float64.
+
+    PyTorch's float32 cross entropy on a CPU is no reference: with a vocabulary of 49152 and confident
+    predictions it alone puts gradients off by up to 1e-3.
+    """
+    logits = model(input_ids=ids, use_cache=False).logits
+    with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+        loss = model.loss_function(logits=logits, labels=labels, vocab_size=model.config.vocab_size)
+    loss.backward()
+    return loss.detach()
+
+
+# Copied from tp.py
+def grad_norm(model, group=None):
+    """Norm of the gradient of the whole model: what several ranks hold (`copies`) counts once."""
+    total = torch.zeros((), dtype=torch.float64)
+    for p in model.parameters():
+        norm = torch.linalg.vector_norm(whole(p.grad), dtype=torch.float64)
+        total += norm.square().cpu() / getattr(p, "copies", 1)
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return total.sqrt().item()
+
+
+# Copied from tp.py
+@torch.no_grad()
+def sgd(model, lr):
+    """Plain SGD: Adam would hide a gradient that is too large by a factor."""
+    for p in model.parameters():
+        p.sub_(p.grad, alpha=lr)
+        p.grad = None
+
+
+# Copied from tp.py
+def observe(model, step, logits, tokens, group=None, lr=None):
+    """All that correctness compares, in the order of computation.
+
+    That is: the weights as they were sharded ("shard"), logits, loss, gradients from the last layer down,
+    and the weights after two SGD steps.
+
+    Tensors come as {(kind, name): (tensor, part, copies)}, part and copies as keep() defines them; tokens
+    is what token_range() says. lr: the step that would lower the loss by 5%, were it a straight line.
+    """
+    seen, embedded, parameters = {}, [], list(model.named_parameters())
+
+    def see(kind, name, tensor, owner):
+        seen[kind, name] = whole(tensor.detach()), getattr(owner, "part", None), getattr(owner, "copies", 1)
+
+    def see_embedding(module, ids, out):
+        out.retain_grad()
+        embedded.append(out)
+
+    for name, p in parameters:
+        see("shard", name, p.detach().clone(), p)
+    with torch.no_grad():
+        out = logits()
+    if out is not None:
+        see("logits", "logits", out, out)
+    hook = model.get_input_embeddings().register_forward_hook(see_embedding)
+    loss = step().item()
+    hook.remove()
+    for _, p in parameters:  # only a sabotaged step leaves one out
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+    norm = grad_norm(model, group)
+    lr = lr or 0.05 * loss / norm**2
+    for name, p in reversed(parameters):
+        see("grad", name, p.grad, p)
+    if embedded:
+        inputs = torch.cat([e.grad for e in embedded])
+        seen["grad", "inputs_embeds"] = inputs, (1, *tokens[:2]), tokens[2]
+    sgd(model, lr)
+    step()
+    sgd(model, lr)
+    for name, p in parameters:
+        see("weight", name, p, p)
+    return {"loss": loss, "grad_norm": norm, "lr": lr, "tensors": seen}
+
+
+# Copied from tp.py
+def compare(seen, expected, rounded, names):
+    """Squared errors of this rank's tensors: {(kind, name): (error, size, error of rounded, share)}.
+
+    share is the part of the full tensor that is held here, divided by the ranks that hold the same:
+    over all ranks it must come to 1, or something is missing, or was never sharded.
+    """
+
+    def square(x):
+        return torch.linalg.vector_norm(x, dtype=torch.float64).item() ** 2
+
+    rows = {}
+    for (kind, name), (tensor, part, copies) in seen.items():
+        key = kind, names.get(name, name)
+        full = expected[key][0]
+        dim, start, end = part or (0, 0, full.shape[0])
+        want = full.narrow(dim, start, end - start)
+        mine = tensor.narrow(dim, 0, end - start).to(want.dtype)  # SP's last rank may hold padding
+        own = square(rounded[key][0].narrow(dim, start, end - start).to(want.dtype) - want) if rounded else 0
+        rows[key] = square(mine - want), square(want), own, want.numel() / full.numel() / copies
+    return rows
+
+
+# Copied from tp.py
+def check_correctness(args, group):
+    """Every tensor of a training step on P ranks against the untouched HF model on one device."""
+    reference, rounded = load_model(args), None
+    model = copy.deepcopy(reference)
+    ids, labels = proof_batch(args)
+    first = {}  # tied weights go by the first of their names
+    for name, p in reference.named_parameters(remove_duplicate=False):
+        first.setdefault(p, name)
+    names = {name: first[p] for name, p in reference.named_parameters(remove_duplicate=False)}
+    if args.dtype == "bfloat16":  # judged by how far bfloat16 itself is from float32
+        rounded = copy.deepcopy(reference)
+        for p in reference.parameters():
+            p.data = p.data.float()
+
+    def alone(model, lr=None):
+        def logits():
+            return model(input_ids=ids, use_cache=False).logits
+
+        return observe(model, lambda: reference_step(model, ids, labels), logits, (0, args.length, 1), lr=lr)
+
+    expected = alone(reference)
+    rounded = rounded and alone(rounded, expected["lr"])["tensors"]
+    step = partial(train_step, make_parallel(model, group, args), ids, labels, group, args)
+    logits = partial(local_logits, model, ids, group, args)
+    seen = observe(model, step, logits, token_range(args.length, group), group, expected["lr"])
+    ranks = [None] * group.size()
+    dist.all_gather_object(ranks, compare(seen["tensors"], expected["tensors"], rounded, names), group=group)
+    return judge(args, group, ranks, expected, seen)
+
+
+# Copied from tp.py
+def judge(args, group, ranks, expected, seen):
+    """Put the squared errors of all ranks together, decide, and say so; returns the JSON."""
+    bf16, tensors, grads = args.dtype == "bfloat16", [], [0.0, 0.0]
+    for kind, name in expected["tensors"]:
+        held = {r: rows[kind, name] for r, rows in enumerate(ranks) if (kind, name) in rows}
+        error, size, own, owned = (math.fsum(row[i] for row in held.values()) for i in range(4))
+        relative, own_relative = (math.sqrt(e / size) if size else float(e > 0) for e in (error, own))
+        entry = {"name": name, "kind": kind, "rank": max(held, key=lambda r: held[r][0], default=0)}
+        entry |= {"owned": owned, "relative_error": relative if relative >= 0 else math.inf}  # nan: inf
+        entry["limit"] = BF16_ANY * own_relative if bf16 else TOLERANCE[args.dtype]
+        entry["passed"] = entry["relative_error"] <= entry["limit"] and abs(owned - 1) < 1e-9
+        tensors.append(entry)
+        if kind == "grad":
+            grads = [grads[0] + error, grads[1] + own]
+    ratio = math.sqrt(grads[0] / grads[1]) if bf16 else None
+    limit = torch.finfo(torch.bfloat16).eps if bf16 else TOLERANCE[args.dtype]
+    scalars = [(name, expected[name], seen[name]) for name in ("loss", "grad_norm")]
+    wrong = [t["name"] for t in tensors if not t["passed"]]  # still in the order of computation
+    before_loss = sum(not t["passed"] and t["kind"] in ("shard", "logits") for t in tensors)
+    off = [name for name, a, b in scalars if not abs(b - a) <= limit * abs(a)]
+    wrong = wrong[:before_loss] + off[: "loss" in off] + wrong[before_loss:] + off["loss" in off :]
+    wrong += ["all gradients together"] if bf16 and not ratio <= BF16_ALL else []
+    worst = sorted(tensors, key=lambda t: -t["relative_error"] / max(t["limit"], 1e-99))
+
+    say(f"correctness: {describe(args, group)}; reference: Hugging Face on one device")
+    head = ["", "one device", f"{group.size()} ranks", "relative error"]
+    say_table(head, *([name, f"{a:.8g}", f"{b:.8g}", f"{abs(b - a) / abs(a):.1e}"] for name, a, b in scalars))
+    tables = {f"worst of {len(tensors)} tensors": worst[: 4 if wrong else 8]}
+    if wrong:
+        tables["first that are wrong, in order of computation"] = [t for t in tensors if not t["passed"]][:6]
+    for title, rows in tables.items():
+        head = [title, "kind", "rank", "owned", "relative error", "at most"]
+        numbers = ("owned", ".2f"), ("relative_error", ".1e"), ("limit", ".1e")
+        rows = [[t["name"], t["kind"], t["rank"], *(f"{t[k]:{form}}" for k, form in numbers)] for t in rows]
+        say_table(head, *rows)
+    within = f"within {limit:.0e} of one device"
+    if bf16:
+        within = f"as near to float32 as bfloat16 gets: {ratio:.2f} x one device's error (at most {BF16_ALL})"
+    if wrong:
+        say(f"FAIL correctness: {len(wrong)} of {len(tensors) + 2} values are wrong, the first: {wrong[0]}")
+    else:
+        say(f"PASS correctness: loss, logits, all gradients, weights after 2 SGD steps {within}")
+    return {
+        "passed": not wrong,
+        "loss_reference": expected["loss"],
+        "loss": seen["loss"],
+        "grad_norm_reference": expected["grad_norm"],
+        "grad_norm": seen["grad_norm"],
+        "worst": {key: worst[0][key] for key in ("name", "relative_error")},
+        "tolerance": BF16_ALL if bf16 else limit,
+        "bfloat16_ratio": ratio,
+        "tensors": tensors,
+    }
+
+
+# Copied from tp.py
+def check_learning(args, group):
+    """Train on one device and on P ranks, on the same text: the same losses, and they fall."""
+    reference = load_model(args)
+    model = make_parallel(copy.deepcopy(reference), group, args)
+    ids = text_batch(args)
+    alone, ranks, lr = [], [], None
+    for _ in tqdm(range(LEARNING_STEPS), "learning", disable=None if speaks() else True):
+        alone.append(reference_step(reference, ids, ids).item())
+        ranks.append(train_step(model, ids, ids, group, args).item())
+        lr = lr or 0.1 * alone[0] / grad_norm(reference) ** 2  # as in observe(), for a fall by 10%
+        sgd(reference, lr)
+        sgd(model, lr)
+    apart = [abs(b - a) / abs(a) for a, b in zip(alone, ranks)]
+    fall, need = 1 - ranks[-1] / ranks[0], 0.2 if args.model == "tiny" else 0.0
+    limit = LEARNING_TOLERANCE[args.dtype]
+    passed = all(error <= limit for error in apart) and fall > need
+    say(f"learning: {describe(args, group)}; {LEARNING_STEPS} steps of SGD on the same real text")
+    shown = [*range(0, LEARNING_STEPS, 5), LEARNING_STEPS - 1]
+    rows = ([str(i), f"{alone[i]:.6f}", f"{ranks[i]:.6f}", f"{apart[i]:.1e}"] for i in shown)
+    say_table(["step", "one device", f"{group.size()} ranks", "relative error"], *rows)
+    close = f"losses within {max(apart):.1e} of one device's (at most {limit:.0e})"
+    say(f"{'PASS' if passed else 'FAIL'} learning: {close}, down by {fall:.0%} (over {need:.0%})")
+    return {"passed": passed, "loss_reference": alone, "loss": ranks}
+
+
+# Copied from tp.py
+def synchronize(args, group=None):
+    """Wait for the device, and for the other ranks of group."""
+    if args.device.type == "cuda":
+        torch.cuda.synchronize()
+    if group is not None:
+        dist.all_reduce(torch.zeros(1), group=group)
+
+
+# Copied from tp.py
+def timed(runs, args, group):
+    """Seconds of each run {name: function}, in turn, a fixed number of times; each the slowest rank's.
+
+    Adaptive timing would have ranks stop at different counts, and wait for each other for ever.
+    """
+    seconds = torch.zeros(args.bench_iters, len(runs), dtype=torch.float64)
+    for i in tqdm(range(args.bench_iters), "benchmark", disable=None if speaks() else True):
+        for j, run in enumerate(runs.values()):
+            synchronize(args, group)
+            begin = time.perf_counter()
+            run()
+            synchronize(args)
+            seconds[i, j] = time.perf_counter() - begin
+    dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
+    columns = zip(runs, seconds.T.tolist())
+    return {n: {"median": statistics.median(s), "min": min(s), "max": max(s)} for n, s in columns}
+
+
+# Copied from tp.py
+def ledger(args, group, forward, both):
+    """Measured beside expected traffic, as rows of the JSON; backward is the whole step less the forward."""
+    rows = {}
+    for phase, op, calls, size in expected_traffic(args.config, group, args):
+        row = rows.setdefault((phase, op), [0, 0, 0, 0])
+        row[2:] = row[2] + calls, row[3] + size
+    for op, (calls, size) in both.traffic.items():
+        first = forward.traffic.get(op, (0, 0))
+        for phase, measured in (("forward", first), ("backward", (calls - first[0], size - first[1]))):
+            if measured[0]:
+                rows.setdefault((phase, op), [0, 0, 0, 0])[:2] = measured
+    keys = ("count", "bytes", "expected_count", "expected_bytes")
+    return [{"phase": p, "op": op, **dict(zip(keys, row))} for (p, op), row in rows.items()]
+
+
+# Copied from tp.py
+def check_benchmark(args, group):
+    """Time, peak memory and traffic of a step. Traffic is held against expected_traffic(), to the byte."""
+    model = make_parallel(load_model(args), group, args)
+    ids, labels = proof_batch(args)
+
+    def step(backward, model=model, args=args):
+        train_step(model, ids, labels, group, args, backward)
+        model.zero_grad()
+
+    if args.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    with Meter(model) as forward:  # these two steps warm up, too
+        step(False)
+    with Meter(model) as both:
+        step(True)
+    peak = torch.cuda.max_memory_allocated() if args.device.type == "cuda" else both.peak
+    peaks = [peak] * (1 if args.backend == "fake" else group.size())
+    if args.backend != "fake":
+        dist.all_gather_object(peaks, peak, group=group)
+    runs = {"forward": partial(step, False), "forward + backward": partial(step, True)}
+    for name, other in rivals(args).items():
+        rival = make_parallel(load_model(other), group, other)
+        runs[f"{name}: forward + backward"] = partial(step, True, rival, other)
+    seconds, traffic = timed(runs, args, group), ledger(args, group, forward, both)
+    if args.profile:
+        with torch.profiler.profile() as trace:
+            step(True)
+        if speaks():
+            write_whole(args.profile, trace.export_chrome_trace)
+
+    median = seconds["forward + backward"]["median"]
+    wrong = [t for t in traffic if (t["count"], t["bytes"]) != (t["expected_count"], t["expected_bytes"])]
+    say(f"benchmark: {describe(args, group)}; {args.bench_iters} iterations, each the slowest rank's time")
+    say_table(["seconds", "median", "min", "max"], *([name, *s.values()] for name, s in seconds.items()))
+    what = "allocator" if args.device.type == "cuda" else "live tensors"
+    lines = [["tokens a second", f"{args.batch * args.length / median:.0f}"]]
+    lines += [[f"time of {n} / this", s["median"] / median] for n, s in list(seconds.items())[2:]]
+    lines += [[f"peak memory of each rank, MiB ({what})", " ".join(f"{p / 2**20:.1f}" for p in peaks)]]
+    say_table(*lines)
+    if traffic:
+        head = ["traffic of a rank", "calls", "expected", "bytes", "expected"]
+        order = ("count", "expected_count", "bytes", "expected_bytes")
+        say_table(head, *([f"{t['phase']} {t['op']}", *(t[key] for key in order)] for t in traffic))
+    if args.device.type == "cpu":
+        say("  (times on a CPU, over gloo: they do not predict a GPU's)")
+    if wrong:
+        say(f"FAIL benchmark: {len(wrong)} rows of traffic differ from the formula")
+    else:
+        say(f"PASS benchmark: {'all traffic as the formula says' if traffic else 'one rank, no traffic'}")
+    return {
+        "passed": not wrong,
+        "forward_s": seconds.pop("forward"),
+        "forward_backward_s": seconds.pop("forward + backward"),
+        "rivals_s": seconds,
+        "tokens_per_s": args.batch * args.length / median,
+        "peak_memory_bytes": peaks,
+        "traffic": traffic,
+    }
+
+
+# Copied from tp.py
+def draw(results, path):
+    """The picture of --plot: a panel for each mode that ran."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = [mode for mode in ("correctness", "learning", "benchmark") if mode in results]
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(6 * len(panels), 4.5), squeeze=False)
+    for axis, mode in zip(axes[0], panels):
+        result = results[mode]
+        axis.set_title(f"{mode}: {'PASS' if result['passed'] else 'FAIL'}", loc="left")
+        axis.spines[["top", "right"]].set_visible(False)
+        if mode == "correctness":
+            for kind, marker in (("shard", "v"), ("logits", "^"), ("grad", "o"), ("weight", "s")):
+                rows = [
+                    (i, t["relative_error"]) for i, t in enumerate(result["tensors"]) if t["kind"] == kind
+                ]
+                errors = [1e3 if error is None else max(error, 1e-17) for _, error in rows]  # 1e-17: none
+                axis.plot([i for i, _ in rows], errors, marker, ms=4, label=kind)
+            axis.plot([max(t["limit"], 1e-17) for t in result["tensors"]], "k--", lw=1, label="at most")
+            axis.set(yscale="log", xlabel="tensors, in the order of computation")
+            axis.set_ylabel("error relative to one device")
+        elif mode == "learning":
+            axis.plot(result["loss_reference"], lw=6, alpha=0.3, label="one device")
+            axis.plot(result["loss"], label=f"{results['world_size']} ranks")
+            axis.set(xlabel="step", ylabel="loss")
+        elif result["traffic"]:
+            places = range(len(result["traffic"]))
+            for offset, key in ((-0.2, "bytes"), (0.2, "expected_bytes")):
+                sizes = [t[key] / 2**20 for t in result["traffic"]]
+                axis.barh([i + offset for i in places], sizes, 0.4, label=key.replace("_", " "))
+            axis.set_yticks(places, [f"{t['phase']}\n{t['op']}" for t in result["traffic"]])
+            axis.set_xlabel("MiB a rank and step")
+            axis.invert_yaxis()
+        if axis.has_data():  # one rank has no traffic to draw
+            axis.legend(frameon=False)
+    world, model, dtype = (results[key] for key in ("world_size", "model", "dtype"))
+    figure.suptitle(f"{results['script']}: {world} ranks, {model}, {dtype}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+# ---------------------------------------------------------------------------------------------------
+# 7. Command line
+# ---------------------------------------------------------------------------------------------------
+
+# Copied from tp.py
+PRESETS = {  # hidden, intermediate, layers, heads, KV heads, head_dim, vocabulary, tied; weights are random
+    "tiny": (64, 192, 8, 8, 4, 8, 256, True),
+    "smollm2-135m": (576, 1536, 30, 9, 3, 64, 49152, True),
+    "llama-3.2-1b": (2048, 8192, 16, 32, 8, 64, 128256, True),
+    "llama-3.2-3b": (3072, 8192, 28, 24, 8, 128, 128256, True),
+    "llama-3.1-8b": (4096, 14336, 32, 32, 8, 128, 128256, False),
+}
+
+
+# Copied from tp.py
+def preset(name):
+    """The LlamaConfig of a preset."""
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    keys += ("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings")
+    sizes = dict(zip(keys, PRESETS[name]))
+    spread = 0.8 / math.sqrt(sizes["hidden_size"])  # HF's 0.02 would leave attention of tiny nearly uniform
+    return transformers.LlamaConfig(**sizes, initializer_range=spread, max_position_embeddings=1 << 20)
+
+
+# Copied from tp.py
+def find_model(name):
+    """(config, from_pretrained's keywords) of a preset, directory, .gguf file or hub id.
+
+    The keywords are None where there are no weights to load: a preset, or a config.json alone.
+    """
+    if name in PRESETS:
+        return preset(name), None
+    path, source, presets = (
+        Path(name),
+        {"pretrained_model_name_or_path": name},
+        f"presets: {', '.join(PRESETS)}",
+    )
+    pickles = path.is_dir() and any(path.glob("*.bin")) and not any(path.glob("*.safetensors"))
+    if name.endswith(".gguf"):
+        source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+        if not path.is_file():
+            raise Unusable(f"no such file: {name}")
+        if not (importlib.util.find_spec("gguf") and importlib.util.find_spec("accelerate")):
+            raise Unusable("a .gguf file needs two packages more: pip install gguf accelerate")
+    elif pickles:
+        raise Unusable(f"the weights in {name} are pickles (.bin); give .safetensors or .gguf")
+    elif path.is_dir() and not (path / "config.json").is_file():
+        raise Unusable(f"no config.json in the directory {name}")
+    elif not path.is_dir() and (name.startswith((".", "/", "~")) or name.count("/") != 1):
+        raise Unusable(f"no such model directory: {name} ({presets})")
+    elif not path.is_dir() and not hub_answers(name):
+        raise Unusable(f"{name}: no such directory, and the hub does not answer ({presets})")
+    try:
+        config = transformers.AutoConfig.from_pretrained(**source)
+    except (OSError, ValueError) as problem:
+        raise Unusable(f"cannot read the model {name}: {str(problem).splitlines()[0]}") from None
+    if config.model_type != "llama":
+        raise Unusable(f"{name} has model_type {config.model_type}; these scripts take llama")
+    return config, None if path.is_dir() and not any(path.glob("*.safetensors")) else source
+
+
+# Copied from tp.py
+def hub_answers(name):
+    """Whether the hub can be asked for a model; one that is already in its cache needs no asking."""
+    if isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
+        return True
+    try:
+        urllib.request.urlopen(huggingface_hub.constants.ENDPOINT, timeout=10)
+    except OSError as problem:
+        return isinstance(problem, urllib.error.HTTPError)  # an answer, if not a friendly one
+    return True
+
+
+# Copied from tp.py
+class Parser(argparse.ArgumentParser):
+    """argparse, with its complaint raised instead of printed with the usage."""
+
+    def error(self, message):
+        raise Unusable(message)
+
+
+# Copied from tp.py
+def positive(text):
+    """A whole number of at least 1, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
+
+
+# Copied from tp.py
+def parse(argv):
+    """The arguments, checked as far as can be without starting anything."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--mode", choices=["correctness", "learning", "benchmark", "all", *OWN_MODES], default="correctness")
+    add("--model", default="tiny", help=f"{', '.join(PRESETS)}, a hub id, a local directory, a .gguf file")
+    add("--length", type=positive, default=256, help="tokens a sequence (256)")
+    add("--batch", type=positive, default=1, help="sequences (1)")
+    add("--dtype", choices=["float32", "bfloat16", "float64"], default="float32")
+    add("--attn", choices=["auto", "sdpa", "eager", "flash"], default="auto", help="auto: sdpa")
+    add("--loss", choices=["chunked", "full"], default="chunked", help="chunked: full logits never exist")
+    add("--recompute", choices=["block", "none"], default="block", help="block: keep only layers' inputs")
+    fake = "fake: this one process is rank $RANK of $WORLD_SIZE and its peers are silent"
+    add("--backend", choices=["auto", "gloo", "nccl", "fake"], default="auto", help=fake)
+    add("--bench-iters", type=positive, metavar="N", help="default 5; 1 on a CPU above 8192 tokens")
+    add("--seed", type=int, default=0, help="of random weights and tokens (0)")
+    add("--text", metavar="FILE", help="what to learn (Python's own help topics)")
+    add("--json", metavar="FILE", help="write the results")
+    add("--plot", metavar="FILE", help="draw them")
+    add("--profile", metavar="FILE", help="benchmark: write a trace of one step, for ui.perfetto.dev")
+    add("--inject-bug", metavar="NAME", help="run with a bug that correctness must catch; list: name them")
+    add_options(parser)
+    args = parser.parse_args(argv)
+    if args.inject_bug not in (None, "list", *(bug.__name__ for bug in BUGS)):
+        raise Unusable(f"no bug {args.inject_bug}; --inject-bug list names them")
+    if args.length < 2:
+        raise Unusable("--length 1 has no next token to predict; 2 would do")
+    if args.backend == "fake" and args.mode != "benchmark":
+        raise Unusable("--backend fake computes no real values: --mode benchmark only")
+    if args.profile and args.mode not in ("benchmark", "all"):
+        raise Unusable("--profile needs --mode benchmark or all")
+    for path in (args.json, args.plot, args.profile):
+        if path and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):
+            raise Unusable(f"cannot write {path}: a directory, or in none that can be written")
+    if args.text and not (os.path.isfile(args.text) and os.path.getsize(args.text)):
+        raise Unusable(f"--text {args.text}: no such file, or empty")
+    return args
+
+
+# Copied from tp.py
+def start(args):
+    """Choose the device, read the model's config, join the other ranks; returns the process group."""
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local, neighbours = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    gpus = torch.cuda.device_count()
+    if args.backend == "auto":
+        args.backend = "nccl" if gpus >= neighbours else "gloo"
+    if args.backend == "nccl" and gpus < neighbours:
+        raise Unusable(
+            f"--backend nccl needs {neighbours} GPUs here, a GPU a rank, and there are {gpus}; try gloo"
+        )
+    if args.inject_bug and world == 1:
+        raise Unusable("--inject-bug needs at least 2 ranks; on one nothing is parallel")
+    cuda = args.backend == "nccl" or (args.backend == "fake" and gpus > 0)
+    flash = importlib.util.find_spec("flash_attn") is not None
+    if args.attn == "flash" and not (cuda and flash and args.dtype == "bfloat16"):
+        raise Unusable("--attn flash needs a GPU, the package flash-attn and --dtype bfloat16; sdpa does not")
+    args.attention = {"auto": "sdpa", "flash": "flash_attention_2"}.get(args.attn, args.attn)
+    args.device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    args.torch_dtype = getattr(torch, args.dtype)
+    args.bench_iters = args.bench_iters or (1 if not cuda and args.length > 8192 else 5)
+    args.config, args.source = find_model(args.model)
+    check_shape(args, world)
+    if cuda:
+        torch.cuda.set_device(args.device)
+    where = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if args.backend == "fake":
+        where = {"store": fake_pg.FakeStore(), "rank": rank, "world_size": world}
+    dist.init_process_group("cpu:gloo,cuda:nccl" if args.backend == "nccl" else args.backend, **where)
+    if world == 1:
+        say(f"one rank; for more: torchrun --nproc_per_node=2 {' '.join(sys.argv)}")
+    return dist.group.WORLD
+
+
+# Copied from tp.py
+def write_whole(path, write):
+    """Have write(another path) make the file, then name it path: whole or not at all."""
+    draft = f"{path}.{os.getpid()}{Path(path).suffix}"
+    write(draft)
+    os.replace(draft, path)
+
+
+# Copied from tp.py
+def run(args, group):
+    """Run the modes asked for and write what was asked for; returns whether all held."""
+    for bug in BUGS:
+        if bug.__name__ == args.inject_bug:
+            say(f"with the bug {bug.__name__}: {bug.__doc__}")
+            bug()
+    modes = {"correctness": check_correctness, "learning": check_learning, "benchmark": check_benchmark}
+    modes = modes if args.mode == "all" else {args.mode: modes[args.mode]}
+    versions = {"python": sys.version.split()[0]} | {m.__name__: m.__version__ for m in (torch, transformers)}
+    results = {
+        "script": Path(__file__).name,
+        "strategy": STRATEGY,
+        "world_size": group.size(),
+        "versions": versions,
+    }
+    results |= {k: v for k, v in vars(args).items() if isinstance(v, str | int | float | None)}
+    with float64_islands(args.dtype):
+        results |= {"device": args.device.type, **{mode: check(args, group) for mode, check in modes.items()}}
+    results = json.loads(json.dumps(results), parse_constant=lambda name: None)  # JSON has no NaN: null
+    if speaks() and args.json:
+        write_whole(args.json, lambda path: Path(path).write_text(json.dumps(results, indent=1) + "\n"))
+    if speaks() and args.plot:
+        write_whole(args.plot, partial(draw, results))
+    failed = [mode for mode in modes if not results[mode]["passed"]]
+    if len(modes) > 1:
+        say(f"FAIL {STRATEGY}: {', '.join(failed)}" if failed else f"PASS {STRATEGY}: {', '.join(modes)}")
+    synchronize(args, group)  # no rank leaves, and ends the others, before rank 0 has written
+    return not failed
+
+
+# Copied from tp.py
+def main(argv=None):
+    """Returns the exit status: 0 all held, 1 a check failed, 2 unusable arguments or model."""
+    transformers.logging.set_verbosity_error()
+    if not speaks():
+        transformers.logging.disable_progress_bar()
+    # torch 2.13 renames all_gather_into_tensor and reduce_scatter_tensor; 2.11 knows only these names
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    try:
+        args = parse(argv)
+        if args.inject_bug == "list":
+            say(*(f"  {bug.__name__:28} {bug.__doc__}" for bug in BUGS))
+            return 0
+        return 0 if run(args, start(args)) else 1
+    except Unusable as problem:
+        if speaks():
+            print(f"error: {problem}", file=sys.stderr)
+        else:
+            time.sleep(30)  # torchrun ends all ranks as soon as one goes: let rank 0 speak first
+        return 2
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+            gc.collect()  # gloo's threads must end before Python does, and garbage still holds the group
+
+
+OWN_MODES = []
+
+
+def add_options(parser):
+    """The script's own options: none."""
+
+
+# Copied from sp_megatron.py
+def rivals(args):
+    """What benchmark mode times in turn with it: nothing."""
+    return {}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
