@@ -715,11 +715,12 @@ def proof_batch(args):
 
     A quarter of each sequence is prompt, without targets: they are not spread evenly.
     """
-    generator = torch.Generator().manual_seed(args.seed)
-    ids = torch.randint(args.config.vocab_size, (args.batch, args.length), generator=generator).to(
-        args.device
-    )
-    ids = ids if args.source is None else text_batch(args)
+    if args.source is not None:
+        ids = text_batch(args)
+    else:
+        generator = torch.Generator().manual_seed(args.seed)
+        ids = torch.randint(args.config.vocab_size, (args.batch, args.length), generator=generator)
+        ids = ids.to(args.device)
     labels = ids.clone()
     labels[:, : args.length // 4] = IGNORE
     return ids, labels
@@ -878,9 +879,10 @@ def judge(args, group, ranks, expected, seen):
     limit = torch.finfo(torch.bfloat16).eps if bf16 else TOLERANCE[args.dtype]
     scalars = [(name, expected[name], seen[name]) for name in ("loss", "grad_norm")]
     wrong = [t["name"] for t in tensors if not t["passed"]]  # still in the order of computation
-    before_loss = sum(not t["passed"] and t["kind"] in ("shard", "logits") for t in tensors)
     off = [name for name, a, b in scalars if not abs(b - a) <= limit * abs(a)]
-    wrong = wrong[:before_loss] + off[: "loss" in off] + wrong[before_loss:] + off["loss" in off :]
+    if "loss" in off:  # it comes after the logits
+        wrong.insert(sum(not t["passed"] and t["kind"] in ("shard", "logits") for t in tensors), "loss")
+    wrong += ["grad_norm"] if "grad_norm" in off else []
     wrong += ["all gradients together"] if bf16 and not ratio <= BF16_ALL else []
     worst = sorted(tensors, key=lambda t: -t["relative_error"] / max(t["limit"], 1e-99))
 

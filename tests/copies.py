@@ -65,6 +65,7 @@ def drift(folder=ROOT, fix=False):
                     lines[first:last] = source(original, name).splitlines()
                     (folder / script).write_text("\n".join(lines) + "\n")
                     texts[script] = "\n".join(lines) + "\n"
+                    tables[script] = statements(texts[script])  # others copy from here: lines have moved
                     problems[-1] += " (written anew)"
             elif not original and last - first > 2:
                 for other in texts:

@@ -53,12 +53,10 @@ def main(cases, outcomes):
         try:
             done.append(run_case(number, command))
         except Exception:  # this rank is lost, and with it the others: torchrun ends them
-            done.append({"exit": 1, "output": traceback.format_exc(), "json": None, "seconds": 0})
             traceback.print_exc()
             os._exit(1)
-        finally:
-            if RANK == 0:
-                Path(outcomes).write_text(json.dumps(done))
+        if RANK == 0:
+            Path(outcomes).write_text(json.dumps(done))
 
 
 if __name__ == "__main__":

@@ -147,6 +147,13 @@ def test_drift_is_found_and_fixed(tmp_path):
     assert drift(tmp_path) == ["sp_megatron.py: split differs from its original in tp.py"]
     drift(tmp_path, fix=True)
     assert drift(tmp_path) == [] and copy.read_text() == right
+    copy.write_text(
+        right.replace("    base, extra = divmod(n, world)\n", "    base, extra = divmod(n, world)\n" * 3)
+    )
+    ulysses = tmp_path / "sp_ulysses.py"  # it copies from the copy, whose lines move as it is mended
+    ulysses.write_text(ulysses.read_text().replace("return length + -length % world", "return length"))
+    drift(tmp_path, fix=True)
+    assert drift(tmp_path) == [] and copy.read_text() == right
     copy.write_text(right.replace("# Copied from tp.py\ndef shift", "def shift"))
     assert any(
         "shift" in line and "nothing marks it" in line
