@@ -15,8 +15,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ("tp.py", "sp_megatron.py", "sp_ulysses.py", "pp.py")
-MARK = re.compile(r"# Copied from (\w+\.py)$")
+MARK = re.compile(r"# Copied from ([\w/]+\.py)$")
 
 
 def statements(text):
@@ -40,7 +39,8 @@ def drift(folder=ROOT, fix=False):
 
     With fix, the original's text is written over the copies that differ.
     """
-    texts = {name: (folder / name).read_text() for name in SCRIPTS if (folder / name).exists()}
+    files = [*folder.glob("*.py"), *folder.glob("labs/*.py")]
+    texts = {path.relative_to(folder).as_posix(): path.read_text() for path in sorted(files)}
     tables = {name: statements(text) for name, text in texts.items()}
     problems = []
 

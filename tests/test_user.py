@@ -9,11 +9,11 @@ import time
 
 import pytest
 from conftest import ENVIRONMENT, ROOT, python, torchrun
-from copies import SCRIPTS, drift
+from copies import drift
 from transformers import GPT2Config
 
 PRESETS = "tiny, smollm2-135m, llama-3.2-1b, llama-3.2-3b, llama-3.1-8b"
-STRATEGIES = [name for name in SCRIPTS if (ROOT / name).exists()]
+STRATEGIES = ["tp.py", "sp_megatron.py", "sp_ulysses.py"]
 
 
 def test_the_demo_passes():
@@ -155,10 +155,7 @@ def test_drift_is_found_and_fixed(tmp_path):
     drift(tmp_path, fix=True)
     assert drift(tmp_path) == [] and copy.read_text() == right
     copy.write_text(right.replace("# Copied from tp.py\ndef shift", "def shift"))
-    assert any(
-        "shift" in line and "nothing marks it" in line
-        for line in drift(tmp_path) + ["shift nothing marks it"]
-    )
+    assert "sp_megatron.py: shift is the same in tp.py, and nothing marks it" in drift(tmp_path)
 
 
 def test_a_diff_of_the_scripts_is_about_sequence_parallelism():
