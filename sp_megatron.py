@@ -669,9 +669,8 @@ def say_table(*rows):
 # Copied from tp.py
 def describe(args, group):
     """One phrase for what runs where."""
-    how = STRATEGY + (" --dtensor" if vars(args).get("dtensor") else "")
     where = f"{group.size()} ranks ({args.backend}, {args.device.type})"
-    return f"{how}, {where}, {args.model}, {args.dtype}, {args.batch} x {args.length} tokens"
+    return f"{variant(args)}, {where}, {args.model}, {args.dtype}, {args.batch} x {args.length} tokens"
 
 
 # Copied from tp.py
@@ -713,7 +712,8 @@ def text_batch(args):
 def proof_batch(args):
     """ids and labels (b, s) to compare on: random tokens, or text where real weights make sense of it.
 
-    A quarter of each sequence is prompt, without targets: they are not spread evenly.
+    The first quarter of a sequence is prompt, without targets, and of the next ones more: so that targets
+    are spread evenly neither over a sequence nor over the batch.
     """
     if args.source is not None:
         ids = text_batch(args)
@@ -722,7 +722,8 @@ def proof_batch(args):
         ids = torch.randint(args.config.vocab_size, (args.batch, args.length), generator=generator)
         ids = ids.to(args.device)
     labels = ids.clone()
-    labels[:, : args.length // 4] = IGNORE
+    for i, row in enumerate(labels):
+        row[: args.length * (1 + i % 3) // 4] = IGNORE
     return ids, labels
 
 
@@ -973,7 +974,10 @@ def timed(runs, args, group):
 
 # Copied from tp.py
 def ledger(args, group, forward, both):
-    """Measured beside expected traffic, as rows of the JSON; backward is the whole step less the forward."""
+    """Measured beside expected traffic, as rows of the JSON; backward is the whole step less the forward.
+
+    `ranks` says which ranks a row is true of.
+    """
     rows = {}
     for phase, op, calls, size in expected_traffic(args.config, group, args):
         row = rows.setdefault((phase, op), [0, 0, 0, 0])
@@ -984,7 +988,15 @@ def ledger(args, group, forward, both):
             if measured[0]:
                 rows.setdefault((phase, op), [0, 0, 0, 0])[:2] = measured
     keys = ("count", "bytes", "expected_count", "expected_bytes")
-    return [{"phase": p, "op": op, **dict(zip(keys, row))} for (p, op), row in rows.items()]
+    rows, ranks = [(p, op, *row) for (p, op), row in rows.items()], {}
+    everyone = [rows]
+    if args.backend != "fake":
+        everyone *= group.size()
+        dist.all_gather_object(everyone, rows, group=group)
+    for rank, rows in enumerate(everyone):
+        for row in rows:
+            ranks.setdefault(row, []).append(rank)
+    return [dict(zip(("phase", "op", *keys), row), ranks=held) for row, held in ranks.items()]
 
 
 # Copied from tp.py
@@ -1028,23 +1040,29 @@ def check_benchmark(args, group):
     lines += [[f"peak memory of each rank, MiB ({what})", " ".join(f"{p / 2**20:.1f}" for p in peaks)]]
     say_table(*lines)
     if traffic:
-        head = ["traffic of a rank", "calls", "expected", "bytes", "expected"]
+        head = ["traffic of a rank", "ranks", "calls", "expected", "bytes", "expected"]
         order = ("count", "expected_count", "bytes", "expected_bytes")
-        say_table(head, *([f"{t['phase']} {t['op']}", *(t[key] for key in order)] for t in traffic))
+        rows = [[f"{t['phase']} {t['op']}", t["ranks"], *(t[key] for key in order)] for t in traffic]
+        for row in rows:
+            row[1] = "all" if len(row[1]) == len(peaks) else " ".join(map(str, row[1]))
+        say_table(head, *rows)
+    figures, problems = own_figures(model, partial(step, True), args, group)
+    problems = [f"traffic, {t['phase']} {t['op']}" for t in wrong] + problems
     if args.device.type == "cpu":
         say("  (times on a CPU, over gloo: they do not predict a GPU's)")
-    if wrong:
-        say(f"FAIL benchmark: {len(wrong)} rows of traffic differ from the formula")
+    if problems:
+        say(f"FAIL benchmark: not as expected: {'; '.join(problems)}")
     else:
         say(f"PASS benchmark: {'all traffic as the formula says' if traffic else 'one rank, no traffic'}")
     return {
-        "passed": not wrong,
+        "passed": not problems,
         "forward_s": seconds.pop("forward"),
         "forward_backward_s": seconds.pop("forward + backward"),
         "rivals_s": seconds,
         "tokens_per_s": args.batch * args.length / median,
         "peak_memory_bytes": peaks,
         "traffic": traffic,
+        **figures,
     }
 
 
@@ -1057,11 +1075,15 @@ def draw(results, path):
     from matplotlib import pyplot
 
     panels = [mode for mode in ("correctness", "learning", "benchmark") if mode in results]
+    panels += [name for name in OWN_PANELS if name in results.get("benchmark", {})]
     figure, axes = pyplot.subplots(1, len(panels), figsize=(6 * len(panels), 4.5), squeeze=False)
     for axis, mode in zip(axes[0], panels):
+        axis.spines[["top", "right"]].set_visible(False)
+        if mode in OWN_PANELS:
+            OWN_PANELS[mode](axis, results["benchmark"][mode])
+            continue
         result = results[mode]
         axis.set_title(f"{mode}: {'PASS' if result['passed'] else 'FAIL'}", loc="left")
-        axis.spines[["top", "right"]].set_visible(False)
         if mode == "correctness":
             for kind, marker in (("shard", "v"), ("logits", "^"), ("grad", "o"), ("weight", "s")):
                 rows = [
@@ -1081,7 +1103,7 @@ def draw(results, path):
             for offset, key in ((-0.2, "bytes"), (0.2, "expected_bytes")):
                 sizes = [t[key] / 2**20 for t in result["traffic"]]
                 axis.barh([i + offset for i in places], sizes, 0.4, label=key.replace("_", " "))
-            axis.set_yticks(places, [f"{t['phase']}\n{t['op']}" for t in result["traffic"]])
+            axis.set_yticks(places, [f"{t['phase']}\n{t['op']}" for t in result["traffic"]], fontsize=8)
             axis.set_xlabel("MiB a rank and step")
             axis.invert_yaxis()
         if axis.has_data():  # one rank has no traffic to draw
@@ -1309,6 +1331,8 @@ def main(argv=None):
         if args.inject_bug == "list":
             say(*(f"  {bug.__name__:28} {bug.__doc__}" for bug in BUGS))
             return 0
+        if args.mode in OWN_MODES:
+            return 0 if OWN_MODES[args.mode](args) else 1
         return 0 if run(args, start(args)) else 1
     except Unusable as problem:
         if speaks():
@@ -1322,11 +1346,23 @@ def main(argv=None):
             gc.collect()  # gloo's threads must end before Python does, and garbage still holds the group
 
 
-OWN_MODES = []
+OWN_MODES, OWN_PANELS = {}, {}  # modes and pictures that no other script has
 
 
 def add_options(parser):
     """The script's own options: none."""
+
+
+# Copied from sp_megatron.py
+def variant(args):
+    """What runs, in the report's words."""
+    return STRATEGY
+
+
+# Copied from tp.py
+def own_figures(model, step, args, group):
+    """What benchmark mode measures in this script alone: nothing. (Figures for the JSON, what was wrong.)"""
+    return {}, []
 
 
 # Copied from sp_megatron.py

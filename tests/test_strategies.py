@@ -1,4 +1,4 @@
-"""tp.py and sp_megatron.py as a user runs them: what must hold, what must be refused, what must be caught."""
+"""tp.py, sp_megatron.py, sp_ulysses.py as a user runs them: what holds, is refused, must be caught."""
 
 import json
 import os
@@ -7,13 +7,16 @@ import pytest
 from conftest import ROOT, python, torchrun
 from transformers import LlamaConfig
 
-SCRIPTS = {"tp": ["tp.py"], "tp_dtensor": ["tp.py", "--dtensor"], "sp_megatron": ["sp_megatron.py"]}
-MANUAL = ["tp", "sp_megatron"]
+SCRIPTS = {"tp": ["tp.py"], "tp_dtensor": ["tp.py", "--dtensor"]}
+SCRIPTS |= {name: [f"{name}.py"] for name in ("sp_megatron", "sp_ulysses")}
+MANUAL = ["tp", "sp_megatron", "sp_ulysses"]
 BUGS = {
     "tp": "missing_backward_all_reduce missing_forward_reduction all_reduce_both_ways wrong_shard "
     "unmasked_embedding local_softmax loss_by_local_count no_op_parallelize",
     "sp_megatron": "missing_backward_reduction missing_forward_reduction unsummed_norm_gradient "
     "local_position_ids shift_after_split wrong_shard local_softmax loss_by_local_count no_op_parallelize",
+    "sp_ulysses": "no_op_ulysses wrong_head_order missing_gradient_sum local_position_ids shift_after_split "
+    "loss_by_local_count no_op_parallelize",
 }
 CULPRIT = {  # what each bug breaks first, in the order of computation
     "missing_backward_all_reduce": "model.norm.weight",
@@ -28,6 +31,10 @@ CULPRIT = {  # what each bug breaks first, in the order of computation
     "unsummed_norm_gradient": "model.norm.weight",
     "local_position_ids": "logits",
     "shift_after_split": "loss",
+    "no_op_ulysses": "logits",
+    "wrong_head_order": "logits",
+    "missing_gradient_sum": "model.norm.weight",
+    ("sp_ulysses", "no_op_parallelize"): "logits",  # its weights are whole on every rank, as they should be
 }
 
 # LLaMA as it really comes. Nothing below divides by 2, 3 and 4: vocabulary 101, length 37, intermediate 46.
@@ -93,7 +100,7 @@ def traffic(script, name):
 
 
 def sabotaged(script, bug):
-    return [*SCRIPTS[script], "--inject-bug", bug]
+    return [*SCRIPTS[script], "--inject-bug", bug, "--length", "64"]
 
 
 def chunked(script):
@@ -200,7 +207,8 @@ def test_every_bug_is_caught_and_its_culprit_named(outcomes, ranks, script, bug)
     outcome = outcomes(ranks, commands(ranks), sabotaged(script, bug))
     assert outcome["exit"] == 1, outcome["output"]
     verdict = outcome["output"].strip().splitlines()[-1]
-    assert verdict.startswith("FAIL correctness") and verdict.endswith(f"the first: {CULPRIT[bug]}")
+    culprit = CULPRIT.get((script, bug), CULPRIT.get(bug))
+    assert verdict.startswith("FAIL correctness") and verdict.endswith(f"the first: {culprit}")
     assert not outcome["json"]["correctness"]["passed"]
 
 

@@ -13,7 +13,7 @@ from copies import drift
 from transformers import GPT2Config
 
 PRESETS = "tiny, smollm2-135m, llama-3.2-1b, llama-3.2-3b, llama-3.1-8b"
-STRATEGIES = ["tp.py", "sp_megatron.py", "sp_ulysses.py"]
+STRATEGIES = ["tp.py", "sp_megatron.py", "sp_ulysses.py", "pp.py"]
 
 
 def test_the_demo_passes():
