@@ -8,16 +8,17 @@ Every rank holds whole layers, one stage of the model, and hands the hidden stat
         |                    <-- gradients (b, s, h) ---    loss
 
 One stage alone would wait while the other computes. So the batch is cut into M microbatches, and a schedule
-says which of them a rank works on next. F forward, B backward, number: microbatch, P = 2, M = 4:
+says which of them a rank works on next. P = 2, M = 4; F forward, B backward (twice the work), 0..3 which of them:
 
-    afab         rank 0  F0 F1 F2 F3 .  .  B0   B1   B2   B3       all forward, all backward (GPipe): keeps
-                 rank 1  .  F0 F1 F2 F3 B0   B1   B2   B3          the activations of all M microbatches
-    1f1b         rank 0  F0 F1 .  B0   F2 B1   F3 B2   .  B3       one forward, one backward: the same time,
-                 rank 1  .  F0 B0   F1 B1   F2 B2   F3 B3          with at most P microbatches in flight
-    interleaved  each rank holds V stages of 1/V the size: rank 0 has layers 0, 1, 4, 5. 1/V of the waiting,
-                 V times the messages
-    zb           B computes the inputs' gradient only, which is all that the rank before waits for; W, the
-                 weights' gradients, fills the gaps (ZB-H1)
+    afab    rank 0  F0 F1 F2 F3 .  .  .  B0 -- B1 -- B2 -- B3 --     all forward, all backward (GPipe): keeps
+            rank 1  .  F0 F1 F2 F3 B0 -- B1 -- B2 -- B3 -- .  .      the activations of all M microbatches
+    1f1b    rank 0  F0 F1 .  .  B0 -- F2 B1 -- F3 B2 -- .  B3 --     one forward, one backward: as long, but
+            rank 1  .  F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .  .      with at most P microbatches in flight
+    zb      rank 0  F0 F1 .  B0 W0 F2 B1 W1 F3 B2 W2 B3 W3           B gives the input's gradient only, all that
+            rank 1  .  F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3           rank 0 waits for; W, the weights', fills gaps
+
+    interleaved: a rank has V stages of 1/V the size, rank 0 layers 0, 1, 4 and 5. 1/V of the waiting, V times
+    the messages.
 
 Cost: one (b, s, h) sent forward and one back at each boundary: far less than tp.py's 4 all-reduces a layer.
 Weights, gradients and optimizer state shrink by P; time is lost to the bubble: (P-1)/(M+P-1) of it with afab
