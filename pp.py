@@ -8,14 +8,14 @@ Every rank holds whole layers, one stage of the model, and hands the hidden stat
         |                    <-- gradients (b, s, h) ---    loss
 
 One stage alone would wait while the other computes. So the batch is cut into M microbatches, and a schedule
-says which of them a rank works on next. P = 2, M = 4; F forward, B backward (twice the work), 0..3 which of them:
+says which of them a rank works on next. F forward, B backward (twice the work), microbatch 0 to 3, P = 2:
 
-    afab    rank 0  F0 F1 F2 F3 .  .  .  B0 -- B1 -- B2 -- B3 --     all forward, all backward (GPipe): keeps
-            rank 1  .  F0 F1 F2 F3 B0 -- B1 -- B2 -- B3 -- .  .      the activations of all M microbatches
-    1f1b    rank 0  F0 F1 .  .  B0 -- F2 B1 -- F3 B2 -- .  B3 --     one forward, one backward: as long, but
-            rank 1  .  F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .  .      with at most P microbatches in flight
-    zb      rank 0  F0 F1 .  B0 W0 F2 B1 W1 F3 B2 W2 B3 W3           B gives the input's gradient only, all that
-            rank 1  .  F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3           rank 0 waits for; W, the weights', fills gaps
+    afab    rank 0  F0 F1 F2 F3 .  .  .  B0 -- B1 -- B2 -- B3 --   all forward, all backward (GPipe): keeps
+            rank 1  .  F0 F1 F2 F3 B0 -- B1 -- B2 -- B3 -- .  .    the activations of all M microbatches
+    1f1b    rank 0  F0 F1 .  .  B0 -- F2 B1 -- F3 B2 -- .  B3 --   one forward, one backward: as long, but
+            rank 1  .  F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .  .    with at most P microbatches in flight
+    zb      rank 0  F0 F1 .  B0 W0 F2 B1 W1 F3 B2 W2 B3 W3         B: the input's gradient only, all that rank
+            rank 1  .  F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3         0 waits for; W, the weights', fills gaps
 
     interleaved: a rank has V stages of 1/V the size, rank 0 layers 0, 1, 4 and 5. 1/V of the waiting, V times
     the messages.
