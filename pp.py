@@ -429,6 +429,11 @@ def check_shape(args, world):
     if stages > layers:
         raise Unusable(f"{layers} layers cannot fill {stages} stages, {args.virtual_stages} on each of "
                        f"{world} ranks; at most {layers // args.virtual_stages} ranks would do")  # fmt: skip
+    every = [
+        SCHEDULES[args.schedule](rank, world, args.microbatches, args.virtual_stages) for rank in range(world)
+    ]
+    for fault in faults(list(map(list, every)), stages, args.microbatches):  # better now than by a hang
+        raise Unusable(f"--schedule {args.schedule}: {fault}")
     if args.torch and (args.schedule not in ("afab", "1f1b") or args.batch % args.microbatches):
         raise Unusable("--torch runs --schedule afab and 1f1b, with microbatches of the same size")
     if args.torch and args.schedule == "1f1b" and args.microbatches < world:
