@@ -735,21 +735,23 @@ def report_answers(results, args):
     """The three questions about SP, answered from the numbers of this run."""
     tp, sp = (results["layouts"][layout] for layout in ("tp", "sp"))
     whole, shard = (result["steps"]["leave mlp"]["shapes"][0] for result in (tp, sp))
-    kept = " and ".join(f"{result['kept_bytes'][0]:,}" for result in (tp, sp))
     on_tokens, on_features = short(sp["steps"]["norm 1"]["error"]), short(results["norm_on_features"])
 
     def sent(phase):
         totals = [sum(t["sent_bytes"] for t in x["traffic"] if t["phase"] == phase) for x in (tp, sp)]
-        return " and ".join(f"{total / args.tp:,.0f}" for total in totals)
+        return "{:,.0f} bytes in tp, {:,.0f} in sp".format(*(total / args.tp for total in totals))
 
     print(f"""
 1. Which tp_mode activates sequence parallelism?
    reduce_scatter, in Nanotron; Megatron's switch is --sequence-parallel. all_reduce is TP alone.
 2. How do TP's all-reduce and TP + SP's reduce-scatter differ in what they store?
-   Both add up the same. all-reduce leaves {whole} on every rank, copies; reduce-scatter leaves
-   each token on one rank, {shard} on rank 0. So rank 0 keeps {kept} bytes for the backward.
-   A rank sends {sent("forward")} bytes forward: an all-reduce is a reduce-scatter and an all-gather;
-   backward {sent("backward")}: sp kept slices of the blocks' inputs, and gathers them again.
+   Both add up the same. all-reduce leaves {whole} on every rank, copies; reduce-scatter
+   leaves each token on one rank, {shard} on rank 0.
+   Rank 0 keeps for the backward: {tp["kept_bytes"][0]:,} bytes in tp, {sp["kept_bytes"][0]:,} in sp.
+   A rank sends in the forward:   {sent("forward")};
+   an all-reduce is a reduce-scatter and an all-gather.
+   A rank sends in the backward:  {sent("backward")};
+   sp kept slices of the blocks' inputs, and gathers them again.
 3. Why can LayerNorm be computed on (b, s/P, h)?
    Its mean and variance are over the h of one token; other tokens may be anywhere: error {on_tokens}.
    On (b, s, h/P) each rank would take the mean and variance of a part of h: error {on_features}.""")
@@ -768,6 +770,8 @@ One transformer block on {args.tp} simulated ranks, --layout {args.layout}{mode}
 What each rank holds at every step, and how far it is from the same slice on one device.
 tokens, heads, features: the rank's slice of them. whole: all, the same on every rank.
 partial sum: all, but only the sum over the ranks is right.""")
+    if args.bug:
+        print(f"\nWith the bug {args.bug}: {globals()[args.bug].__doc__}")
     report_steps(results, args)
     if steps["down"]["holds"] == "partial sum":
         addends = " + ".join(f"{x:.4f}" for x in steps["down"]["first_numbers"]).replace("+ -", "- ")

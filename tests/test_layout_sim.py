@@ -53,7 +53,8 @@ def test_the_three_questions_are_answered():
     mode, store, norm = text[text.index("1. Which") :].split("?\n")[1:]
     assert mode.strip().startswith("reduce_scatter, in Nanotron")
     assert "all-reduce leaves (2, 12, 16) on every rank" in store and "(2, 6, 16) on rank 0" in store
-    assert "keeps 8,640 and 6,720 bytes" in store and "sends 1,536 and 1,536 bytes forward" in store
+    assert "keeps for the backward: 8,640 bytes in tp, 6,720 in sp" in store
+    assert "sends in the forward:   1,536 bytes in tp, 1,536 in sp" in store
     on_tokens, on_features = [float(part.split(".\n")[0].split()[0]) for part in norm.split("error ")[1:]]
     assert on_tokens < 1e-15 and on_features > 0.05
 
@@ -174,6 +175,7 @@ def test_every_bug_is_tested(sim):
 def test_a_forgotten_reduction_exits_1(tmp_path):
     run = python(SCRIPT, "--break", "forgot_reduction", "--json", tmp_path / "out.json")
     assert run.returncode == 1 and run.stderr == ""
+    assert "\nWith the bug forgot_reduction: A block is left without the sum" in run.stdout
     assert run.stdout.splitlines()[-1].endswith("checks, the first: sp: leave attention, forward")
     steps = json.loads((tmp_path / "out.json").read_text())["layouts"]["sp"]["steps"]
     assert steps["o"]["error"] < 1e-12 < 0.1 < steps["leave attention"]["error"]
