@@ -1,0 +1,314 @@
+"""sp_layout_sim.py: it holds in every layout and size, counts what is really there, and catches every bug."""
+
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+from conftest import ROOT, python
+
+SCRIPT = "sp_layout_sim.py"
+LAYOUTS = ["tp", "sp", "ulysses", "cp"]
+
+
+@pytest.fixture
+def sim():
+    """The script as a module of its own, so that a test may break it."""
+    spec = importlib.util.spec_from_file_location("sp_layout_sim", ROOT / SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def results(sim, *options):
+    return sim.run(sim.parse([str(option) for option in options]))
+
+
+def sent(result, phase, op=None):
+    rows = [t for t in result["traffic"] if t["phase"] == phase and op in (None, t["op"])]
+    return sum(t["sent_bytes"] for t in rows)
+
+
+def test_first_command():
+    run = python(SCRIPT)
+    assert run.returncode == 0 and run.stderr == ""
+    lines = run.stdout.splitlines()
+    assert lines[-1].startswith(
+        "PASS sp_layout_sim: tp, sp, ulysses, cp: all values and gradients within 1e-12"
+    )
+    rows = {line[:17].strip(): line.split() for line in lines if line.startswith("  ")}
+    assert rows["norm 1"][2:8] == ["tokens", "0:6", "6:12", "(2,", "6,", "16)"]
+    assert rows["enter attention"][2:5] == ["whole", "all", "all"]
+    assert rows["qkv"][1:4] == ["heads", "0:2", "2:4"]
+    assert rows["o"][1:3] == ["partial", "sum"] and rows["o"][-2] == "whole", "its gradient is whole"
+    assert [line.split() for line in lines if line.startswith("    v")] == [
+        ["v", "all_gather", "^", "reduce_scatter"],
+        ["v", "reduce_scatter", "^", "all_gather"],
+    ] * 2
+    assert max(map(len, lines[:25])) <= 100
+
+
+def test_the_three_questions_are_answered():
+    text = python(SCRIPT).stdout
+    mode, store, norm = text[text.index("1. Which") :].split("?\n")[1:]
+    assert mode.strip().startswith("reduce_scatter, in Nanotron")
+    assert "all-reduce leaves (2, 12, 16) on every rank" in store and "(2, 6, 16) on rank 0" in store
+    assert "keeps for the backward: 8,640 bytes in tp, 6,720 in sp" in store
+    assert "sends in the forward:   1,536 bytes in tp, 1,536 in sp" in store
+    on_tokens, on_features = [float(part.split(".\n")[0].split()[0]) for part in norm.split("error ")[1:]]
+    assert on_tokens < 1e-15 and on_features > 0.05
+
+
+def test_numpy_alone_is_loaded():
+    code = f"import sys; sys.argv = [{SCRIPT!r}]; sys.path.insert(0, '.'); import sp_layout_sim as sim; "
+    code += "sim.main([]); print([m for m in ('torch', 'matplotlib') if m in sys.modules])"
+    assert python("-c", code).stdout.splitlines()[-1] == "[]"
+
+
+SIZES = [
+    "--tp 1",
+    "--tp 2",
+    "--tp 3 --seq 13 --batch 1 --hidden 20 --ffn 7",
+    "--tp 4 --seq 4 --ffn 5 --batch 3",
+    "--tp 8 --heads 8 --seq 31 --hidden 64 --ffn 200",
+    "--tp 2 --hidden 4 --heads 4 --seq 2",
+]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_holds_at_any_size(sim, size):
+    run = results(sim, *size.split())
+    assert run["passed"] and list(run["layouts"]) == LAYOUTS
+    P, seq = run["tp"], run["seq"]
+    for result in run["layouts"].values():
+        errors = [e for s in result["steps"].values() for e in (s["error"], s["gradient_error"])]
+        errors += result["weight_gradients"].values()
+        assert len(errors) == 2 * 19 + 9 and max(errors) < 1e-12
+    assert max(run["finite_differences"].values()) < 1e-6 and len(run["finite_differences"]) == 10
+    for layout in ("sp", "cp"):  # between the blocks every token is on one rank, with all features
+        step = run["layouts"][layout]["steps"]["residual"]
+        ends = [tuple(map(int, piece.split(":"))) for piece in step["slices"]]
+        assert [t for start, end in ends for t in range(start, end)] == list(range(seq))
+        assert step["shapes"] == [(run["batch"], end - start, run["hidden"]) for start, end in ends]
+        assert max(b - a for a, b in ends) - min(b - a for a, b in ends) <= 1 and len(ends) == P
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_bytes_are_those_of_the_papers(sim, tp):
+    run = results(sim, "--tp", tp, "--seq", 16, "--heads", 8, "--hidden", 32, "--ffn", 128)["layouts"]
+    b, s, h, heads, t = 2, 16, 32, 8, tp
+    lse = 4 * b * s * heads / t
+    # Korthikanti et al. 2022 without attention's probabilities: sbh (10 + 24/t) and sbh 34/t
+    assert set(run["tp"]["kept_bytes"]) == {b * s * h * (10 + 24 / t) + lse}
+    assert set(run["sp"]["kept_bytes"]) == set(run["cp"]["kept_bytes"]) == {b * s * h * 34 / t + lse}
+    assert set(run["ulysses"]["kept_bytes"]) == {b * s * h * 36 / t + lse}
+    tensor = 2 * b * s * h * (t - 1)  # what all ranks send to gather one (b, s, h) in bf16
+    assert sent(run["tp"], "forward") == sent(run["sp"], "forward") == 4 * tensor
+    assert (sent(run["tp"], "backward"), sent(run["sp"], "backward")) == (4 * tensor, 6 * tensor)
+    assert sent(run["sp"], "backward", "all_gather") == 2 * sent(run["sp"], "forward", "all_gather")
+    assert sent(run["ulysses"], "forward") == sent(run["ulysses"], "backward") == 4 * tensor / t
+    assert sent(run["cp"], "forward") == 2 * tensor
+    weights = 3 * h * h + h * h + 2 * h * 128 + 128 + 2 * h + 2 * h
+    assert set(run["cp"]["weight_bytes"]) == {2 * weights}
+    assert sent(run["cp"], "gradients") == 2 * (t - 1) * 2 * weights
+    assert sent(run["tp"], "gradients") == 0 and sent(run["sp"], "gradients") == 2 * (t - 1) * 2 * 4 * h
+
+
+def test_what_each_layout_cuts(sim):
+    run = results(sim)["layouts"]
+    cuts = {
+        name: [r["steps"][n]["holds"] for n in ("x", "attention of heads", "up")] for name, r in run.items()
+    }
+    assert cuts == {
+        "tp": ["whole", "heads", "features"],
+        "sp": ["tokens", "heads", "features"],
+        "ulysses": ["tokens", "heads", "tokens"],
+        "cp": ["tokens", "tokens", "tokens"],
+    }
+
+
+def test_cp_takes_more_ranks_than_heads(sim):
+    run = results(sim, "--tp", 8, "--layout", "cp", "--heads", 2, "--hidden", 4)
+    assert run["passed"] and list(run["layouts"]) == ["cp"]
+
+
+@pytest.mark.parametrize("mode,layout", [("all_reduce", "tp"), ("reduce_scatter", "sp")])
+def test_tp_mode_is_nanotrons_name_of_a_layout(mode, layout):
+    by_mode, by_layout = python(SCRIPT, "--tp-mode", mode), python(SCRIPT, "--layout", layout)
+    assert (
+        by_mode.stdout == by_layout.stdout
+        and f"--layout {layout}, Nanotron's tp_mode {mode}." in by_mode.stdout
+    )
+
+
+CULPRIT = {  # the first thing that each bug makes wrong, in the order of computation
+    "forgot_reduction": {"tp": "leave attention, forward", "sp": "leave attention, forward"},
+    "forgot_backward_reduction": {"tp": "norm 2, gradient", "sp": "norm 2, gradient"},
+    "reduced_both_ways": {"tp": "down, gradient"},
+    "bias_before_reduction": {"tp": "dropout 1, forward", "sp": "dropout 1, forward"},
+    "wrong_dropout_seed": dict.fromkeys(LAYOUTS, "dropout 1, forward"),
+    "unsummed_gradients": dict.fromkeys(LAYOUTS[1:], "gradient of weight norm 1"),
+    "own_tokens_only": {"ulysses": "qkv of heads, forward", "cp": "attention of heads, forward"},
+    "local_positions": {"cp": "attention of heads, forward"},
+    "unscaled_merge": {"cp": "attention of heads, forward"},
+}
+
+
+@pytest.mark.parametrize("size", ["--tp 2", "--tp 3 --seq 7 --batch 1"])
+@pytest.mark.parametrize("bug,layout", [(bug, layout) for bug, where in CULPRIT.items() for layout in where])
+def test_bugs_are_caught(sim, bug, layout, size):
+    run = results(sim, "--break", bug, "--layout", layout, *size.split())
+    assert not run["passed"] and run["wrong"][0] == f"{layout}: {CULPRIT[bug][layout]}"
+    assert all(result["wrong"] == [] for name, result in run["layouts"].items() if name != layout)
+
+
+def test_every_bug_is_tested(sim):
+    assert {bug.__name__: layouts for bug, layouts in sim.BREAKS.items()} == {
+        bug: list(where) for bug, where in CULPRIT.items()
+    }
+    listed = python(SCRIPT, "--break", "list")
+    assert listed.returncode == 0 and [
+        line.split()[0] for line in listed.stdout.splitlines() if line
+    ] == list(CULPRIT)
+
+
+def test_a_forgotten_reduction_exits_1(tmp_path):
+    run = python(SCRIPT, "--break", "forgot_reduction", "--json", tmp_path / "out.json")
+    assert run.returncode == 1 and run.stderr == ""
+    assert "\nWith the bug forgot_reduction: A block is left without the sum" in run.stdout
+    assert run.stdout.splitlines()[-1].endswith("checks, the first: sp: leave attention, forward")
+    steps = json.loads((tmp_path / "out.json").read_text())["layouts"]["sp"]["steps"]
+    assert steps["o"]["error"] < 1e-12 < 0.1 < steps["leave attention"]["error"]
+
+
+def scaled(function, factor):
+    def wrong(*arguments):
+        out = function(*arguments)
+        return (factor * out[0], *out[1:]) if isinstance(out, tuple) else factor * out
+
+    return wrong
+
+
+@pytest.mark.parametrize(
+    "name",
+    [f"{part}_backward" for part in ("layer_norm", "rms_norm", "linear", "silu", "attend", "dropout")],
+)
+def test_a_gradient_wrong_on_one_device_too_is_caught(sim, monkeypatch, name):
+    """One rank's gradients are the reference of P ranks': finite differences hold them."""
+    monkeypatch.setattr(sim, name, scaled(getattr(sim, name), 1.001))
+    run = results(sim)
+    assert not run["passed"] and any(wrong.endswith("against finite differences") for wrong in run["wrong"])
+
+
+def test_statistics_over_the_wrong_axis_are_caught(sim, monkeypatch):
+    """Statistics over the tokens too: tp, with all tokens on each rank, cannot tell; sp can."""
+    axis, right = -2, sim.layer_norm
+    monkeypatch.setattr(sim, "layer_norm", lambda x, w: right(x, w) + x.mean(axis, keepdims=True))
+    run = results(sim)
+    assert "sp: norm 1, forward" in run["wrong"] and "tp: norm 1, forward" not in run["wrong"]
+
+
+@pytest.mark.parametrize("kept,layout", [("qkv", "ulysses"), ("enter mlp", "sp")])
+def test_an_activation_kept_too_many_is_caught(sim, monkeypatch, kept, layout):
+    monkeypatch.setattr(sim, "KEPT", [*sim.KEPT, kept])
+    assert f"{layout}: bytes kept" in results(sim)["wrong"]
+
+
+def test_a_message_too_many_is_caught(sim, monkeypatch):
+    monkeypatch.setitem(sim.BOUNDARY, "sp", (lambda xs, net: sim.all_gather(sim.all_gather(
+        xs, net) and xs, net), *sim.BOUNDARY["sp"][1:]))  # fmt: skip
+    assert results(sim)["wrong"] == ["sp: bytes of all_gather, forward", "sp: bytes of all_gather, backward"]
+
+
+def test_the_backward_gets_nothing_but_what_is_kept(sim, monkeypatch):
+    monkeypatch.setattr(sim, "KEPT", [name for name in sim.KEPT if name != "up"])
+    with pytest.raises(KeyError, match="up"):
+        results(sim)
+
+
+@pytest.mark.parametrize("P,seq", [(2, 6), (3, 7), (5, 5)])
+def test_collectives(sim, P, seq):
+    rng, net = np.random.default_rng(0), sim.Network()
+    xs = [rng.normal(size=(2, seq, 5, 3)) for _ in range(P)]
+    total, shares = sum(xs), [sim.split(seq, r, P) for r in range(P)]
+    for r, got in enumerate(sim.reduce_scatter(xs, net)):
+        np.testing.assert_allclose(got, total[:, slice(*shares[r])], rtol=1e-12)
+    for got in sim.all_reduce(xs, net):
+        np.testing.assert_allclose(got, total, rtol=1e-12)
+    for got in sim.all_gather(sim.cut(total, 1, P), net):
+        assert (got == total).all()
+    heads = sim.all_to_all(sim.cut(total, 1, P), 2, 1, net)
+    assert all((a == b).all() for a, b in zip(heads, sim.cut(total, 2, P)))
+    assert all((a == b).all() for a, b in zip(sim.send_next(xs, net), [xs[-1], *xs[:-1]]))
+    one = (P - 1) * total.size * 2
+    assert net.traffic["forward", "reduce_scatter"] == net.traffic["forward", "all_gather"] == [1, one]
+    assert net.traffic["forward", "all_reduce"] == [1, 2 * one]
+    assert net.traffic["forward", "send"] == [1, P * total.size * 2]
+
+
+BAD = [
+    ("--tp 0", "argument --tp: 0 is not a whole number of at least 1"),
+    ("--tp 5", "--tp 5: --layout sp gives each rank whole heads, of 4; --tp 4 would do"),
+    ("--tp 13 --layout cp", "--seq 12 leaves some of 13 ranks without a token; 13 would do"),
+    ("--ffn 1", "--ffn 1 leaves some of 2 ranks without a feature; 2 would do"),
+    ("--hidden 18", "--hidden 18 must be a multiple of --heads 4"),
+    ("--hidden 2 --heads 2", "--hidden 2: norms of so few features are all alike; 4 would do"),
+    ("--seq 5000", "a tensor of 200,000,000 numbers are too much for one process"),
+    ("--layout cp --tp-mode all_reduce", "--tp-mode all_reduce is --layout tp, not cp; give one of the two"),
+    ("--tp-mode typo", "argument --tp-mode: invalid choice: 'typo'"),
+    ("--break typo", "no bug typo; --break list names them"),
+    ("--break unscaled_merge", "--break unscaled_merge breaks nothing in --layout sp, but in cp"),
+    ("--break forgot_reduction --tp 1", "--break needs at least --tp 2"),
+    ("--plot picture.txt", "--plot picture.txt: the name must end in .png, .pdf or .svg"),
+    ("--plot x.png --tp 9 --heads 16", "--plot has colours for 8 ranks, not for 9"),
+    ("--json /nowhere/at/all.json", "cannot write /nowhere/at/all.json"),
+    ("--typo", "unrecognized arguments: --typo"),
+]
+
+
+@pytest.mark.parametrize("options,message", BAD)
+def test_bad_input_is_one_line(sim, capsys, options, message):
+    assert sim.main(options.split()) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1
+    assert message in said.err
+
+
+def test_a_process_exits_2():
+    run = python(SCRIPT, "--tp", "0")
+    assert run.returncode == 2 and run.stdout == ""
+
+
+OWNERS = {  # on rank 1 of 2: the ranks that made the pieces of each column; None: copies
+    "tp": {"norm 1": [None], "qkv": [1], "attention": [1], "o": [1], "leave attention": [None]},
+    "sp": {"norm 1": [1], "enter attention": [0, 1], "qkv": [1], "attention": [1], "o": [1]},
+    "ulysses": {"norm 1": [1], "qkv": [1], "qkv of heads": [0, 1], "attention of heads": [1]},
+    "cp": {"norm 1": [1], "qkv": [1], "keys, values": [0], "attention": [1], "o": [1]},
+}
+OWNERS["sp"]["leave attention"] = OWNERS["ulysses"]["o"] = [1]
+OWNERS["ulysses"]["attention"] = [0, 1]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_picture(sim, tmp_path, capsys, layout):
+    from matplotlib import colors, image
+
+    options = [
+        "--layout",
+        layout,
+        "--plot",
+        str(tmp_path / "layout.png"),
+        "--json",
+        str(tmp_path / "out.json"),
+    ]
+    assert sim.main(options) == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["layout.png", "out.json"], "no draft is left"
+    args = sim.parse(options)
+    columns = sim.picture_columns(json.loads((tmp_path / "out.json").read_text()), args)
+    assert {title: [piece[2] for piece in ranks[1]] for title, _, ranks in columns} == OWNERS[layout]
+    pixels = image.imread(tmp_path / "layout.png")[..., :3]
+    for colour in sim.COLOURS[:2]:
+        share = (np.abs(pixels - colors.to_rgb(colour)).max(-1) < 0.01).mean()
+        assert share > 0.03, f"{colour} fills {share:.3f} of the picture"
+    for colour in sim.COLOURS[2:7]:  # the eighth is a grey, as the edges of letters are
+        assert not (np.abs(pixels - colors.to_rgb(colour)).max(-1) < 0.001).any()
