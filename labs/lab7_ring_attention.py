@@ -676,8 +676,6 @@ def lockstep(pairs):
 
 def balance(args):
     """Both placements on RANKS ranks: pairs to multiply and pairs multiplied; returns (dict, failures)."""
-    if args.length < RANKS:
-        raise Unusable(f"--length {args.length}: {RANKS} ranks need a token each, {RANKS} would do")
     ranks = on_ranks(RANKS, balance_on_rank, args.seed, args.length)
     print(f"\ncausal attention of {args.length} tokens on {RANKS} ranks: (query, key) pairs of one head")
     rows, found = (
@@ -1358,10 +1356,17 @@ def write_whole(path, write):
     os.replace(draft, path)
 
 
+def token_each(text):
+    """A number of tokens of which every rank has one, for argparse."""
+    if positive(text) < RANKS:
+        raise argparse.ArgumentTypeError(f"{text} tokens are too few for {RANKS} ranks; {RANKS} would do")
+    return int(text)
+
+
 def add_options(parser):
     """The options of this lab's own."""
     parser.add_argument(
-        "--length", type=positive, default=1024, help="tokens of the balance experiment (1024)"
+        "--length", type=token_each, default=1024, help="tokens of the balance experiment (1024)"
     )
 
 
