@@ -1,9 +1,9 @@
 """Guards code that stands in several scripts: each copy must be word for word its original.
 
-The scripts import nothing of each other, so that one file is all there is to read. What they have in common
-carries the line `# Copied from tp.py` above it: here the text below that line is compared with the statement
-of the same name in the file named. In the original itself the line stands too, so that `diff` of two scripts
-shows only what differs.
+The scripts and labs import nothing of each other, so that one file is all there is to read. What they have in
+common carries the line `# Copied from tp.py` above it: here the text below that line is compared with the
+statement of the same name in the file named. Where two scripts share it the line stands in the original too,
+so that `diff` of the two shows only what differs.
 
     python tests/copies.py          # list what drifted; exit 1 if anything did
     python tests/copies.py --fix    # write the original over its copies
@@ -69,11 +69,8 @@ def drift(folder=ROOT, fix=False):
                     problems[-1] += " (written anew)"
             elif not original and last - first > 2:
                 for other in texts:
-                    if (
-                        other != script
-                        and name in tables[other]
-                        and source(other, name) == source(script, name)
-                    ):
+                    known = other == script or name not in tables[other] or tables[other][name][2] == script
+                    if not known and source(other, name) == source(script, name):
                         problems.append(f"{script}: {name} is the same in {other}, and nothing marks it")
     return problems
 

@@ -1,4 +1,4 @@
-"""labs/lab3_pitfalls.py: each wrong way is wrong, each right way right, and each usual mistake is told apart."""
+"""labs/lab3_pitfalls.py: each wrong way is wrong, each right one right, each usual mistake told apart."""
 
 import importlib
 import json
@@ -208,7 +208,8 @@ return inner(x, **kwargs)
     ),
     (
         "returned_tuples",
-        "whole = out if isinstance(out, tuple) else out.clone()\ndist.all_reduce(whole[0].detach(), group=group)\nreturn whole",
+        "whole = out if isinstance(out, tuple) else out.clone()\n"
+        "dist.all_reduce(whole[0].detach(), group=group)\nreturn whole",
         "",  # attention's own output is overwritten, see below: the first thing wrong is the sum in place
     ),
     (
@@ -327,7 +328,9 @@ OTHER_RIGHT_ANSWERS = [
     ("retain_grad", "return received.detach().to(dtype).requires_grad_()"),
     (
         "local_positions",
-        "start, end = [sum(len(p) for p in torch.arange(length).tensor_split(world)[:r]) for r in (rank, rank + 1)]\nreturn torch.arange(start, end)",
+        "parts = torch.arange(length).tensor_split(world)\n"
+        "start, end = [sum(len(part) for part in parts[:r]) for r in (rank, rank + 1)]\n"
+        "return torch.arange(start, end)",
     ),
     ("local_mask", "return torch.ones(keys, keys, dtype=torch.bool).tril()[start : start + queries]"),
     (
@@ -340,7 +343,8 @@ return reduce_from_tp_region(total, group) / (targets != IGNORE).sum()
     ),
     (
         "adaptive_timing",
-        "times = torch.tensor([seconds() for _ in range(10)])\nreturn all_reduce(times, group, dist.ReduceOp.MAX).median().item()",
+        "times = torch.tensor([seconds() for _ in range(10)])\n"
+        "return all_reduce(times, group, dist.ReduceOp.MAX).median().item()",
     ),
 ]
 
