@@ -85,9 +85,8 @@ def all_reduce(x, group, op=dist.ReduceOp.SUM):
     return x
 
 
-# Copied from tp.py
 class CopyToTPRegion(torch.autograd.Function):
-    """Megatron's f. Every rank's columns used the same x, so dx is the sum of what they send back."""
+    """Megatron's f: forward nothing, backward the sum of dx over the ranks."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -99,9 +98,8 @@ class CopyToTPRegion(torch.autograd.Function):
         return all_reduce(grad, ctx.group), None
 
 
-# Copied from tp.py
 class ReduceFromTPRegion(torch.autograd.Function):
-    """Megatron's g. y is the sum of the ranks' partial results, so each of them receives dy as it is."""
+    """Megatron's g: forward the sum of y over the ranks, backward nothing."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -1335,7 +1333,7 @@ def told_parallelize_order(group):
     return False, f"back after {time.perf_counter() - begin:.2f} s, from meta to a CPU's mesh"
 
 
-PITFALLS = {  # name: (both ways let loose, ranks they need, what is told of older versions)
+PITFALLS = {  # name: (both ways let loose, ranks that takes, what is told of it)
     "transposed_weights": (try_transposed_weights, 2, None),
     "copy_without_no_grad": (try_copy_without_no_grad, 1, None),
     "parallelize_order": (try_parallelize_order, 2, told_parallelize_order),
@@ -1370,21 +1368,23 @@ def try_all(group, answers, bug, names, seed):
                 try:
                     row[kind] = trial(getattr(lab, f"{kind}_{name}"), own, seed)
                 except Exception as problem:  # what the wrong way is there to show
-                    first = str(problem).splitlines()[0]
+                    first = str(problem).partition("\n")[0]
                     row[kind] = {"loss": None, "error": None, "seen": f"{type(problem).__name__}: {first}"}
         if told:
             row["told"] = told(short_lived(group, 20))
     return rows
 
 
+def size(seen):
+    """How wrong it went; what raised went wrong altogether."""
+    return math.inf if seen["error"] is None else seen["error"]
+
+
 def verdict(row):
     """Of {"wrong", "right"}: "ok", "right way fails", or "no longer": the wrong way does no harm here."""
-    error = {
-        kind: math.inf if row[kind]["error"] is None else row[kind]["error"] for kind in ("wrong", "right")
-    }
-    if not error["right"] <= RIGHT:
+    if not size(row["right"]) <= RIGHT:
         return "right way fails"
-    return "ok" if error["wrong"] >= WRONG else "no longer"
+    return "ok" if size(row["wrong"]) >= WRONG else "no longer"
 
 
 def short(text, width=48):
@@ -1396,11 +1396,7 @@ def experiment(args):
     """Let both ways of each pitfall loose, and print what is seen of them."""
     names = [args.only] if args.only else list(PITFALLS)
     world = max(2 if PITFALLS[name][2] else PITFALLS[name][1] for name in names)
-    try:
-        ranks = on_ranks(world, try_all, __file__, args.inject_bug, names, args.seed, timeout=120)
-    except Wrong as wrong:
-        print(f"\n  the pitfalls could not be tried: {wrong.found}")
-        return {"failed": names}
+    ranks = on_ranks(world, try_all, __file__, args.inject_bug, names, args.seed, timeout=120)
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
     pitfalls, failed = {}, []
     rows, told = [["pitfall", "ranks", "the wrong way", "its loss", "the right way"]], []
@@ -1408,7 +1404,7 @@ def experiment(args):
         row = {}
         for kind in ("wrong", "right"):  # of the rank that is worst off
             seen = [rank[name][kind] for rank in ranks if kind in rank[name]]
-            row[kind] = max(seen, key=lambda s: math.inf if s["error"] is None else s["error"])
+            row[kind] = max(seen, key=size)
         row["verdict"] = verdict(row)
         loss, seen = row["wrong"]["loss"], row["wrong"]["seen"]
         if row["verdict"] == "no longer":

@@ -1,8 +1,7 @@
-"""labs/lab3_pitfalls.py: each wrong way is wrong, each right one right, each usual mistake told apart."""
+"""labs/lab3_pitfalls.py: wrong ways are wrong, right ways right, and usual mistakes are told apart."""
 
 import importlib
 import json
-import math
 import re
 import subprocess
 import sys
@@ -115,13 +114,16 @@ def test_a_bug_fails_its_pitfall():
     [
         (["--only", "typo"], f"argument --only: no pitfall typo; there are {', '.join(lab.PITFALLS)}"),
         (["--inject-bug", "typo"], "no bug typo; --inject-bug list names them"),
-        (["--json", "/nowhere/at/all.json"], "cannot write /nowhere/at/all.json"),
+        (
+            ["--json", "/nowhere/at/all.json"],
+            "cannot write /nowhere/at/all.json: a directory, or in none that can be written",
+        ),
     ],
 )
-def test_bad_input_is_one_line(options, message):
-    done = run(*options)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
+def test_bad_input_is_one_line(options, message, capsys):
+    assert lab.main(options) == 2
+    seen = capsys.readouterr()
+    assert seen.out == "" and seen.err == f"error: {message}\n"
 
 
 def check(name, file=FILE, bug=None, seed=5):
@@ -208,9 +210,8 @@ return inner(x, **kwargs)
     ),
     (
         "returned_tuples",
-        "whole = out if isinstance(out, tuple) else out.clone()\n"
-        "dist.all_reduce(whole[0].detach(), group=group)\nreturn whole",
-        "",  # attention's own output is overwritten, see below: the first thing wrong is the sum in place
+        "dist.all_reduce((out[0] if isinstance(out, tuple) else out).detach(), group=group)\nreturn out",
+        "a sum in place",
     ),
     (
         "returned_tuples",
@@ -235,7 +236,7 @@ return torch.cat([reduce_from_tp_region(out[:1], group), out[1:]])
     ("autograd_kwargs", "return block(x, **kwargs)", "by way of Recompute"),
     (
         "retain_grad",
-        "return received.to(dtype).requires_grad_() if False else received.requires_grad_().to(dtype)",
+        "return received.requires_grad_().to(dtype)",
         "retain_grad(), or make it one",
     ),
     ("retain_grad", "return received.to(dtype)", "requires_grad_ on a leaf"),
@@ -326,12 +327,7 @@ return F.cross_entropy(torch.cat(parts, 1).flatten(0, 1), targets.flatten(), ign
 OTHER_RIGHT_ANSWERS = [
     ("copy_without_no_grad", "parameter.detach().copy_(value)"),
     ("retain_grad", "return received.detach().to(dtype).requires_grad_()"),
-    (
-        "local_positions",
-        "parts = torch.arange(length).tensor_split(world)\n"
-        "start, end = [sum(len(part) for part in parts[:r]) for r in (rank, rank + 1)]\n"
-        "return torch.arange(start, end)",
-    ),
+    ("local_positions", "return torch.tensor_split(torch.arange(length), world)[rank].clone()"),
     ("local_mask", "return torch.ones(keys, keys, dtype=torch.bool).tril()[start : start + queries]"),
     (
         "loss_without_graph",
@@ -362,8 +358,7 @@ def test_another_right_answer_is_right(name, source, tmp_path):
     assert check(name, answer(name, source, tmp_path))
 
 
-@pytest.mark.parametrize("name", lab.CHECKS)
+@pytest.mark.parametrize("name", ["local_mask", "f_per_projection"])
 def test_an_empty_answer_is_not_done(name, tmp_path):
     with pytest.raises(lab.Wrong, match="not done yet"):
         check(name, answer(name, f'raise NotImplementedError("{name}")', tmp_path))
-    assert not math.isnan(lab.RIGHT)
