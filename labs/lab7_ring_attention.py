@@ -423,6 +423,7 @@ def check_merge(lab, group, seed):
         share = torch.sigmoid(lse1 - lse2).nan_to_num(0)[..., None]
         hints = {"a part counts by exp(its lse - lse)": (out1 + out2) / 2}
         hints["the weights are exchanged"] = (1 - share) * out1 + share * out2
+        hints["exp(lse) is infinite: take the larger lse off first"] = torch.zeros_like(right)
         error = expect_close("out", out, right, EXACT, hints)
         largest = {"log of the sum of both, not the larger one": torch.maximum(lse1, lse2)[seen]}
         expect_close("lse", lse[seen] - shift, right_lse[seen], EXACT, largest)
@@ -451,6 +452,8 @@ def check_attend_backward(lab, group, seed):
         worst = max(worst, expect_close("dv", mine[2], dv, EXACT, hints))
         hints = {"scores were divided by sqrt(d)": dk * root}
         hints["take delta off"] = ((p * dp).mT @ q).sum(2) / root
+        ds = p * (dp - delta[..., None])
+        hints["a KV head sums over the g heads that read it"] = (ds.mT @ q)[:, :, 0] / root
         hints[whole] = ((own * (dp - delta[..., None])).mT @ q).sum(2) / root
         worst = max(worst, expect_close("dk", mine[1], dk, EXACT, hints))
         dq = dq + mine[0]
@@ -968,7 +971,8 @@ def local_mask(lab):
 
 def parts_averaged(lab):
     """Partial attentions count alike, however much of the softmax each one has."""
-    edit(lab, "merge", {"(lse1 - finite).exp()": "(lse1 - lse1 + 0.5)"})
+    half = "torch.full_like(lse, 0.5)"
+    edit(lab, "merge", {"(lse1 - finite).exp()": half, "(lse2 - finite).exp()": half})
 
 
 def no_peak(lab):
@@ -1019,7 +1023,8 @@ def waits_at_once(lab):
 
 def sent_on_after_use(lab):
     """A block is sent on when it has been used, and waited for at once."""
-    edit(lab, "ring_forward", {"kv = arriving()": "kv = pass_on(kv, len(held[source - 1]), group)()"})
+    send = "pass_on(kv, len(held[source - 1]), group)"
+    edit(lab, "ring_forward", {f"arriving = {send}": "pass", "kv = arriving()": f"kv = {send}()"})
 
 
 def one_send_too_many(lab):

@@ -154,7 +154,7 @@ return torch.cat([torch.arange(*split(length, c, 2 * world)) for c in (rank, ran
         "merge",
         """lse = (lse1.exp() + lse2.exp()).log()
 return (lse1 - lse).exp()[..., None] * out1 + (lse2 - lse).exp()[..., None] * out2, lse""",
-        "exp() of a large lse, or inf - inf",
+        "inf - inf where no key is seen",
     ),
     (
         "attend",
