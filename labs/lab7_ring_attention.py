@@ -142,7 +142,8 @@ def scores(q, k, q_pos, k_pos):
 def attend(q, k, v, q_pos, k_pos):
     """Attention over these keys alone: out like q, lse (b, kv, g, n) = log of the sum of exp(scores).
 
-    A query that sees none of the keys has out 0 and lse minus infinity.
+    A query that sees none of the keys has out 0 and lse minus infinity. Write what a tile gives, from its
+    scores(), to out[..., rows, :] and lse[..., rows]; other tiles stay as they are.
     """
     out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf)
     for rows, keys in tiles(q_pos, k_pos):
@@ -173,16 +174,13 @@ def attend_backward(q, k, v, dout, lse, delta, q_pos, k_pos):
 
     lse and delta = sum of dout * out (b, kv, g, n) are those of the whole attention, over all keys. With
     p = exp(scores - lse):   dv = p^T dout,   ds = p (dout v^T - delta),   dq = ds k / sqrt(d),
-    dk = ds^T q / sqrt(d), and a KV head sums over the g heads that read it.
+    dk = ds^T q / sqrt(d), and a KV head sums over the g heads that read it. Each query is in one tile: write
+    dq[..., rows, :]; a key is in many: add to dk[..., keys, :] and dv[..., keys, :].
     """
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows, keys in tiles(q_pos, k_pos):
-        q_tile, do_tile, k_seen, v_seen = (
-            q[..., rows, :],
-            dout[..., rows, :],
-            k[..., keys, :],
-            v[..., keys, :],
-        )
+        q_tile, do_tile = q[..., rows, :], dout[..., rows, :]
+        k_seen, v_seen = k[..., keys, :], v[..., keys, :]
         # exercise: attend_backward
         p = (scores(q_tile, k_seen, q_pos[rows], k_pos[keys]) - lse[..., rows, None]).exp()
         ds = p * (do_tile @ v_seen.mT[:, :, None] - delta[..., rows, None]) / math.sqrt(q.shape[-1])
@@ -513,7 +511,7 @@ def cases(group, seed):
     rings = last_ranks(group)
     for uneven in False, True:
         for P, ring in rings:
-            for placement in PLACEMENTS:
+            for placement in ZIGZAG, CONTIGUOUS:  # rank 0 of a contiguous ring needs no other's keys
                 yield P, ring, placement, not uneven, draw_case(seed + P, P, placement, uneven)
 
 
