@@ -232,7 +232,7 @@ def ring_forward(q, k, v, length, placement, group):
     # exercise: ring_forward
     kv = torch.stack([k, v])
     for step in range(P):
-        source = (rank - step) % P  # whose keys these are
+        source = (rank - step) % P  # whose keys these are; those of source - 1 come next
         if step < P - 1:
             arriving = pass_on(kv, len(held[source - 1]), group)
         out, lse = merge(out, lse, *attend(q, *kv, held[rank], held[source]))
