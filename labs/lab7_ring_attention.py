@@ -848,13 +848,9 @@ def side_by_side(args):
         f"\none attention layer, {TOKENS} tokens, {HEAD} numbers a head, float64: bytes on the wire, a rank"
     )
     print_table(*table)
-    print(
-        "\n  AG all-gather, RS reduce-scatter, A2A all-to-all; moves: in the forward. refused: a rank would"
-    )
-    print(
-        "  have no head. * up to the heads, if ranks hold copies of KV heads. Only the sends of a ring hide"
-    )
-    print("  behind the attention.")
+    print("\n  AG all-gather, RS reduce-scatter, A2A all-to-all; moves: in the forward. refused: a rank")
+    print("  would have no head. * up to the heads, if ranks hold copies of KV heads. Only a ring's sends")
+    print("  hide behind attention. SP cuts the weights too; the others sum their gradients once a step.")
     refused = {row["way"] for row in rows if "refused" in row}
     failed += ["what cuts heads, and only that, is refused 4 ranks with 3 heads"] * (refused != {SP, ULYSSES})
     return rows, failed
