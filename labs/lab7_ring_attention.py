@@ -26,7 +26,7 @@ Causal attention makes the ring uneven. q0 may not see kv1 or kv2: placed in ord
     zigzag        0  1  2  2  1  0        not only in sum but in every step
 
 Cost, with KV = 2 b (s/P) kv_heads d numbers: forward P - 1 sends of KV; backward P - 1 sends of KV and P of
-its gradient. Each of them is under way while the rank computes. Heads are not cut: P may exceed them.
+its gradient. All but the last travel while the rank computes. Heads are not cut: P may exceed them.
 
     python labs/lab7_ring_attention.py                       # checks and experiments, about 20 s
     python labs/lab7_ring_attention.py --plot lab7.png --json lab7.json
@@ -142,7 +142,8 @@ def scores(q, k, q_pos, k_pos):
 def attend(q, k, v, q_pos, k_pos):
     """Attention over these keys alone: out like q, lse (b, kv, g, n) = log of the sum of exp(scores).
 
-    A query that sees none of the keys has out 0 and lse minus infinity.
+    A query that sees none of the keys has out 0 and lse minus infinity. Write what a tile gives, from its
+    scores(), to out[..., rows, :] and lse[..., rows]; other tiles stay as they are.
     """
     out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf)
     for rows, keys in tiles(q_pos, k_pos):
@@ -173,16 +174,13 @@ def attend_backward(q, k, v, dout, lse, delta, q_pos, k_pos):
 
     lse and delta = sum of dout * out (b, kv, g, n) are those of the whole attention, over all keys. With
     p = exp(scores - lse):   dv = p^T dout,   ds = p (dout v^T - delta),   dq = ds k / sqrt(d),
-    dk = ds^T q / sqrt(d), and a KV head sums over the g heads that read it.
+    dk = ds^T q / sqrt(d), and a KV head sums over the g heads that read it. Each query is in one tile: write
+    dq[..., rows, :]; a key is in many: add to dk[..., keys, :] and dv[..., keys, :].
     """
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows, keys in tiles(q_pos, k_pos):
-        q_tile, do_tile, k_seen, v_seen = (
-            q[..., rows, :],
-            dout[..., rows, :],
-            k[..., keys, :],
-            v[..., keys, :],
-        )
+        q_tile, do_tile = q[..., rows, :], dout[..., rows, :]
+        k_seen, v_seen = k[..., keys, :], v[..., keys, :]
         # exercise: attend_backward
         p = (scores(q_tile, k_seen, q_pos[rows], k_pos[keys]) - lse[..., rows, None]).exp()
         ds = p * (do_tile @ v_seen.mT[:, :, None] - delta[..., rows, None]) / math.sqrt(q.shape[-1])
@@ -234,7 +232,7 @@ def ring_forward(q, k, v, length, placement, group):
     # exercise: ring_forward
     kv = torch.stack([k, v])
     for step in range(P):
-        source = (rank - step) % P  # whose keys these are
+        source = (rank - step) % P  # whose keys these are; those of source - 1 come next
         if step < P - 1:
             arriving = pass_on(kv, len(held[source - 1]), group)
         out, lse = merge(out, lse, *attend(q, *kv, held[rank], held[source]))
@@ -321,9 +319,8 @@ def last_ranks(group):
 
 
 def expect_finite(name, x):
-    expect(
-        x.isfinite().all(), f"{name} is not finite", "exp() of a large lse, or inf - inf where no key is seen"
-    )
+    hint = "exp() of a large lse, or inf - inf where no key is seen"
+    expect(x.isfinite().all(), f"{name} is not finite", hint)
 
 
 def check_positions(lab, group, seed):
@@ -350,25 +347,16 @@ def check_work(lab, group, seed):
     for world, placement in ((w, p) for w in (1, 2, 3, 4) for p in PLACEMENTS):
         length = 2 * world * number(3, 9) + number(0, 2 * world)
         held = [positions(length, rank, world, placement) for rank in range(world)]
-        met = [[int((k <= q[:, None]).sum()) for k in held] for q in held]  # [rank][whose keys]
-        ranks = range(world)
-
-        def table(pairs, ranks=ranks):
-            return torch.tensor([[pairs(r, t) for t in ranks] for r in ranks], dtype=torch.float64)
-
-        right = table(lambda r, t, met=met, P=world: met[r][(r - t) % P])
-        hints = {AHEAD: table(lambda r, t, met=met, P=world: met[r][(r + t) % P])}
-        hints |= {
-            "this is [step, rank]": right.mT,
-            "this is [rank, whose keys]": table(lambda r, t, m=met: m[r][t]),
-        }
-        every = table(lambda r, t, held=held, P=world: len(held[r]) * len(held[(r - t) % P]))
-        hints["a query sees no key of its future"] = every
+        met = torch.tensor([[int((k <= q[:, None]).sum()) for k in held] for q in held]).double()
+        size, r, t = torch.tensor([len(h) for h in held]), torch.arange(world)[:, None], torch.arange(world)
+        right = met[r, (r - t) % world]
+        hints = {AHEAD: met[r, (r + t) % world], "this is [step, rank]": right.mT}
+        hints["this is [rank, whose keys]"] = met
+        hints["a query sees no key of its future"] = (size[r] * size[(r - t) % world]).double()
         mine = lab.work(length, world, placement)
         expect_close(f"work of {world} ranks, {placement}", mine.double(), right, 0, hints)
-    spread = [
-        (w.max() / w.min().clamp(min=1)).item() for w in (lab.work(4096, 4, p).sum(1) for p in PLACEMENTS)
-    ]
+    ranks = [lab.work(4096, 4, placement).sum(1) for placement in PLACEMENTS]
+    spread = [(pairs.max() / pairs.min().clamp(min=1)).item() for pairs in ranks]
     return f"busiest over idlest of 4 ranks, 4096 tokens: contiguous {spread[0]:.3g}, zigzag {spread[1]:.3g}"
 
 
@@ -391,22 +379,30 @@ def softmax_attention(q, k, v, q_pos, k_pos):
     return s.softmax(-1).nan_to_num(0) @ v[:, :, None], s.logsumexp(-1), s
 
 
+def pairs_in_tiles(q_pos, k_pos):
+    """(query, key) pairs that attend() multiplies for each head: those seen, and what fills up the tiles."""
+    return sum(len(q_pos[rows]) * len(k_pos[keys]) for rows, keys in tiles(q_pos, k_pos))
+
+
 def check_attend(lab, group, seed):
     q_pos, k_pos, q, ks, vs, _ = draw_parts(seed)
     worst = 0
     for k, v, pos in zip(ks, vs, k_pos):
         given = [t.clone() for t in (q, k, v)]
-        out, lse = lab.attend(*given, q_pos, pos)
+        with FlopCounterMode(display=False) as counted:
+            out, lse = lab.attend(*given, q_pos, pos)
+        least = 4 * q[..., 0, :].numel() * pairs_in_tiles(q_pos, pos)  # 2 matmuls of multiply and add
+        enough = counted.get_total_flops() <= least
+        expect(
+            enough, f"{counted.get_total_flops()} operations; {least} do", "multiply only keys that are seen"
+        )
         right_out, right_lse, s = softmax_attention(q, k, v, q_pos, pos)
         expect_finite("out", out)
         undivided = {"divide by the sum of exp(scores)": s.exp() @ v[:, :, None]}
         worst = max(worst, expect_close("out", out, right_out, EXACT, undivided))
         expect(torch.equal(lse.isinf(), right_lse.isinf()), "lse is not -inf just where a query sees no key")
         seen = right_lse.isfinite()
-        hints = {
-            "the log of the sum, not the sum": s.exp().sum(-1)[seen],
-            "the sum, not its peak": s.amax(-1)[seen],
-        }
+        hints = {"the log of the sum, not the sum": s.exp().sum(-1)[seen]}
         expect_close("lse", lse[seen], right_lse[seen], EXACT, hints)
         expect(all(map(torch.equal, given, (q, k, v))), "q, k or v is overwritten", "work on a new tensor")
     return f"out, lse as of softmax, off by {worst:.0e}; {(~seen).sum()} queries see no key: 0, -inf"
@@ -423,11 +419,9 @@ def check_merge(lab, group, seed):
         out, lse = lab.merge(*given)
         expect_finite("out", out)
         share = torch.sigmoid(lse1 - lse2).nan_to_num(0)[..., None]
-        hints = {
-            "a part counts by exp(its lse - lse)": (out1 + out2) / 2,
-            "out1 and out2 are divided already": out1 + out2,
-        }
+        hints = {"a part counts by exp(its lse - lse)": (out1 + out2) / 2}
         hints["the weights are exchanged"] = (1 - share) * out1 + share * out2
+        hints["exp(lse) is infinite: take the larger lse off first"] = torch.zeros_like(right)
         error = expect_close("out", out, right, EXACT, hints)
         largest = {"log of the sum of both, not the larger one": torch.maximum(lse1, lse2)[seen]}
         expect_close("lse", lse[seen] - shift, right_lse[seen], EXACT, largest)
@@ -454,17 +448,16 @@ def check_attend_backward(lab, group, seed):
         whole = "p is of the whole softmax: exp(scores - lse), lse as given"
         hints = {whole: (own.mT @ dout).sum(2)}
         worst = max(worst, expect_close("dv", mine[2], dv, EXACT, hints))
-        hints = {
-            "scores were divided by sqrt(d)": dk * root,
-            "take delta off": ((p * dp).mT @ q).sum(2) / root,
-        }
+        hints = {"scores were divided by sqrt(d)": dk * root}
+        hints["take delta off"] = ((p * dp).mT @ q).sum(2) / root
+        ds = p * (dp - delta[..., None])
+        hints["a KV head sums over the g heads that read it"] = (ds.mT @ q)[:, :, 0] / root
         hints[whole] = ((own * (dp - delta[..., None])).mT @ q).sum(2) / root
         worst = max(worst, expect_close("dk", mine[1], dk, EXACT, hints))
         dq = dq + mine[0]
-    hints = {"scores were divided by sqrt(d)": leaves[0].grad[..., seen, :] * root}
-    worst = max(
-        worst, expect_close("dq, summed over the parts", dq, leaves[0].grad[..., seen, :], EXACT, hints)
-    )
+    right = leaves[0].grad[..., seen, :]
+    hints = {"scores were divided by sqrt(d)": right * root}
+    worst = max(worst, expect_close("dq, summed over the parts", dq, right, EXACT, hints))
     return f"dq, dk, dv of two parts as autograd's of the whole, off by {worst:.0e}"
 
 
@@ -486,9 +479,7 @@ def check_pass_on(lab, group, seed):
         expect_sent("pass_on", traffic, before.nbytes if P > 1 else 0)
         expect(torch.equal(blocks[rank], before), "x is overwritten", "receive into a new tensor")
         dist.barrier(ring)
-    return (
-        f"1 to {group.size()} ranks, each another length: from rank - 1 to rank + 1; begun, then waited for"
-    )
+    return f"1 to {group.size()} ranks, of any length: from rank - 1 to rank + 1; begun, then waited for"
 
 
 def wait_for_others(aside):
@@ -520,7 +511,7 @@ def cases(group, seed):
     rings = last_ranks(group)
     for uneven in False, True:
         for P, ring in rings:
-            for placement in PLACEMENTS:
+            for placement in ZIGZAG, CONTIGUOUS:  # rank 0 of a contiguous ring needs no other's keys
                 yield P, ring, placement, not uneven, draw_case(seed + P, P, placement, uneven)
 
 
@@ -597,9 +588,7 @@ def check_ring_forward(lab, group, seed):
             sent_on = what != "attend" or sent > min(arrived, P - 2)
             expect(sent_on, "a block is used before it is sent on", "pass_on(), then attend(), then wait")
         expect(all(map(torch.equal, given, before)), "q, k or v is overwritten", "work on a new tensor")
-    return (
-        f"1 to {P} ranks, GQA, uneven: off by {worst:.0e}; {P - 1} sends, {nbytes} bytes, while it computes"
-    )
+    return f"1 to {P} ranks, GQA, uneven: off by {worst:.0e}; {P - 1} sends, {nbytes} bytes, in good time"
 
 
 def check_ring_backward(lab, group, seed):
@@ -621,9 +610,8 @@ def check_ring_backward(lab, group, seed):
             what = f"{name} of {P} ranks, {placement}"
             worst = max(worst, expect_close(what, leaf.grad, right[:, :, own], EXACT, hints))
         nbytes = sum(block_bytes(case, r) * (1 + (r != following)) for r in range(P)) if P > 1 else 0
-        expect_sent(
-            f"the backward of {P} ranks", traffic, nbytes, "P - 1 times K and V, P times their gradient"
-        )
+        hint = "P - 1 times K and V, P times their gradient"
+        expect_sent(f"the backward of {P} ranks", traffic, nbytes, hint)
         expect(torch.equal(dout, before), "dout is overwritten", "work on a new tensor")
     return f"1 to {P} ranks, GQA, uneven: dq, dk, dv off by {worst:.0e}; {2 * P - 1} sends, {nbytes} bytes"
 
@@ -664,8 +652,7 @@ def balance_on_rank(group, seed, length):
         # a pair: HEAD multiply-adds (2 operations) in each of 2 matmuls forward, 5 backward
         counted = [mode.get_total_flops() / (2 * HEAD * heads) for mode in (forward, backward)]
         found[placement] = {"forward": counted[0] / 2, "backward": counted[1] / 5}
-        cut = [(held[rank][rows], keys) for other in held for rows, keys in tiles(held[rank], other)]
-        found[placement]["in_tiles"] = sum(len(queries) * keys.stop for queries, keys in cut)
+        found[placement]["in_tiles"] = sum(pairs_in_tiles(held[rank], other) for other in held)
     return found
 
 
@@ -678,37 +665,29 @@ def balance(args):
     """Both placements on RANKS ranks: pairs to multiply and pairs multiplied; returns (dict, failures)."""
     ranks = on_ranks(RANKS, balance_on_rank, args.seed, args.length)
     print(f"\ncausal attention of {args.length} tokens on {RANKS} ranks: (query, key) pairs of one head")
-    rows, found = (
-        [["placement", "rank", *(f"step {t}" for t in range(RANKS)), "all", "share", "multiplied"]],
-        {},
-    )
+    found, steps = {}, [f"step {t}" for t in range(RANKS)]
+    rows = [["placement", "rank", *steps, "all", "share", "multiplied"]]
     for placement in PLACEMENTS:
         pairs = work(args.length, RANKS, placement)
         counted = [rank[placement] for rank in ranks]
         found[placement] = {"pairs": pairs.tolist(), "lockstep": lockstep(pairs), "counted": counted}
         for rank, (steps, count) in enumerate(zip(pairs, counted)):
-            share = f"{steps.sum() * RANKS / pairs.sum():.2f}"
-            rows.append(
-                [placement, rank, *steps.tolist(), steps.sum().item(), share, round(count["forward"])]
-            )
+            total, share = steps.sum().item(), f"{steps.sum() * RANKS / pairs.sum():.2f}"
+            rows.append([placement, rank, *steps.tolist(), total, share, round(count["forward"])])
     print_table(*rows)
     print(f"\n  share: of an even one. multiplied: counted in the matmuls, {TILE} queries with the same keys")
     long = {P: [lockstep(work(LONG, P, placement)) for placement in PLACEMENTS] for P in (2, 4, 8, 16)}
     print(f"\n{LONG} tokens: a ring's time, every step as long as its busiest rank takes; 1 is an even share")
     head = ["ranks", *long], *([p, *(f"{long[P][i]:.3f}" for P in long)] for i, p in enumerate(PLACEMENTS))
     print_table(*head, ["(2P - 1) / P", *(f"{(2 * P - 1) / P:.3f}" for P in long)])
-    every = [(p, rank) for p in PLACEMENTS for rank in range(RANKS)]
-    counts = [(sum(found[p]["pairs"][r]), found[p]["counted"][r]) for p, r in every]
+    counts = [count for placement in PLACEMENTS for count in found[placement]["counted"]]
+    needed = [sum(steps) for placement in PLACEMENTS for steps in found[placement]["pairs"]]
+    in_tiles = [n <= c["in_tiles"] == c["forward"] == c["backward"] for n, c in zip(needed, counts)]
+    uneven = [a > (2 * P - 1) / P - 0.01 and b < 1.01 for P, (a, b) in long.items()]
     holds = {
-        "only tiles with something to see are multiplied": all(
-            need <= c["in_tiles"] == c["forward"] == c["backward"] for need, c in counts
-        ),
-        "both placements have all pairs": all(
-            sum(map(sum, found[p]["pairs"])) == args.length * (args.length + 1) // 2 for p in PLACEMENTS
-        ),
-        "zigzag is even, contiguous is not": all(
-            b < 1.01 and a > (2 * P - 1) / P - 0.01 for P, (a, b) in long.items()
-        ),
+        "only tiles with something to see are multiplied": all(in_tiles),
+        "both placements have all pairs": sum(needed) == args.length * (args.length + 1),
+        "zigzag is even, contiguous is not": all(uneven),
     }
     return found | {"long": long}, [text for text, held in holds.items() if not held]
 
@@ -765,7 +744,7 @@ def attention_layer(way, x, weights, heads, kv_heads, length, group):
     """
     rank, P = group.rank(), group.size()
     if way in (SP, ULYSSES) and kv_heads % P:
-        raise ValueError(f"{heads} heads, {kv_heads} KV heads cannot be dealt to {P} ranks")
+        raise ValueError(f"{heads} heads, {kv_heads} of K and V, cannot be dealt to {P} ranks")
     gather, scatter = (partial(f, dim=-2, group=group) for f in (all_gather, reduce_scatter))
     wq, wk, wv, wo = weights
     if way == SP:
@@ -857,10 +836,9 @@ def side_by_side(args):
                 row["error"] = max(rank[way]["error"] for rank in ranks)
                 row["expected"] = expected_wire(way, heads, kv_heads, P)
                 moves = ", ".join(f"{calls} {SHORT[op]}" for op, calls in first["calls"].items())
-                (f, b), off = row["expected"], f"{row['error']:.0e}"
-                table.append(
-                    [*cells, moves, *map(round, (first["forward"], f, first["backward"], b)), off, LIMIT[way]]
-                )
+                forward, backward = row["expected"]
+                counted = map(round, (first["forward"], forward, first["backward"], backward))
+                table.append([*cells, moves, *counted, f"{row['error']:.0e}", LIMIT[way]])
                 sent = [(rank[way]["forward"], rank[way]["backward"]) for rank in ranks]
                 name = f"{way} with {heads}, {kv_heads} heads on {P} ranks"
                 failed += [f"{name} is one device's"] * (not row["error"] <= EXACT)
@@ -870,13 +848,9 @@ def side_by_side(args):
         f"\none attention layer, {TOKENS} tokens, {HEAD} numbers a head, float64: bytes on the wire, a rank"
     )
     print_table(*table)
-    print(
-        "\n  AG all-gather, RS reduce-scatter, A2A all-to-all; moves: in the forward. refused: a rank would"
-    )
-    print(
-        "  have no head. * up to the heads, if ranks hold copies of KV heads. Only the sends of a ring hide"
-    )
-    print("  behind the attention.")
+    print("\n  AG all-gather, RS reduce-scatter, A2A all-to-all; moves: in the forward. refused: a rank")
+    print("  would have no head. * up to the heads, if ranks hold copies of KV heads. Only a ring's sends")
+    print("  hide behind attention. SP cuts the weights too; the others sum their gradients once a step.")
     refused = {row["way"] for row in rows if "refused" in row}
     failed += ["what cuts heads, and only that, is refused 4 ranks with 3 heads"] * (refused != {SP, ULYSSES})
     return rows, failed
@@ -991,7 +965,8 @@ def local_mask(lab):
 
 def parts_averaged(lab):
     """Partial attentions count alike, however much of the softmax each one has."""
-    edit(lab, "merge", {"(lse1 - finite).exp()": "(lse1 - lse1 + 0.5)"})
+    half = "torch.full_like(lse, 0.5)"
+    edit(lab, "merge", {"(lse1 - finite).exp()": half, "(lse2 - finite).exp()": half})
 
 
 def no_peak(lab):
@@ -1042,7 +1017,8 @@ def waits_at_once(lab):
 
 def sent_on_after_use(lab):
     """A block is sent on when it has been used, and waited for at once."""
-    edit(lab, "ring_forward", {"kv = arriving()": "kv = pass_on(kv, len(held[source - 1]), group)()"})
+    send = "pass_on(kv, len(held[source - 1]), group)"
+    edit(lab, "ring_forward", {f"arriving = {send}": "pass", "kv = arriving()": f"kv = {send}()"})
 
 
 def one_send_too_many(lab):
