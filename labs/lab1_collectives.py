@@ -615,7 +615,7 @@ def blocking_ring(group):
     return at
 
 
-LATE = 1.0  # seconds that rank 1 is late; less where rank 0 did not wait for it, and has read
+LATE = 0.5  # seconds that rank 1 is late; less where rank 0 did not wait for it, and has read
 
 
 def unwaited(x, group):
@@ -671,8 +671,11 @@ def read_early(group):
     return rows, x.item()
 
 
-def clock(group, sizes):
-    """{operation: [seconds for each size in bytes]}: median of the slowest rank's, operations in turn."""
+def clock(group, sizes, turns=12):
+    """{operation: [seconds for each size in bytes]}: the median over the turns of the slowest rank's time.
+
+    Each turn times all of them, so that another program's burst of work hits all alike.
+    """
     rank, P = group.rank(), group.size()
     operations = {
         "exchange": lambda x: exchange(x, (rank + 1) % P, (rank - 1) % P, x.shape, group),
@@ -680,20 +683,17 @@ def clock(group, sizes):
         "gather_and_add": lambda x: gather_and_add(x, group),
         "torch": lambda x: dist.all_reduce(x, group=group),
     }
-    result = {name: [] for name in operations}
-    for size in sizes:
-        x, repeats = torch.zeros(size // 4), 30 if size < 1 << 17 else 10
-        seconds = torch.zeros(repeats + 2, len(operations))
-        for turn in range(repeats + 2):
-            for i, operation in enumerate(operations.values()):
+    seconds = torch.zeros(1 + turns, len(operations), len(sizes))
+    for turn in range(1 + turns):  # the first one warms up
+        for column, size in enumerate(sizes):
+            x = torch.zeros(size // 4)
+            for row, operation in enumerate(operations.values()):
                 dist.barrier(group)
                 begin = time.perf_counter()
                 operation(x)
-                seconds[turn, i] = time.perf_counter() - begin
-        dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
-        for name, median in zip(result, seconds[2:].median(0).values.tolist()):  # 2 turns of warming up
-            result[name].append(median)
-    return result
+                seconds[turn, row, column] = time.perf_counter() - begin
+    dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
+    return dict(zip(operations, seconds[1:].median(0).values.tolist()))
 
 
 def fit(sizes, seconds):
@@ -746,7 +746,7 @@ def experiment(args):
     heads = ["exchange", "ring all-reduce", "predicted", "gather and add", "predicted", "torch's all-reduce"]
     print_table([f"bytes (times in us, {P} ranks)", *heads], *rows)
     print(f"\n  an exchange of n bytes takes a + b n: a = {1e6 * a:.0f} us, 1/b = {1e-9 / b:.2f} GB/s")
-    print(f"  both parts weigh the same at {a / b:.0f} bytes; {crossing(P, a, b)}")
+    print(f"  both parts weigh the same at {a / b / 1e6:.2g} MB; {crossing(P, a, b)}")
     print("  (gloo on one CPU: no prediction for GPUs)")
     return {
         "failed": failed,
@@ -763,7 +763,7 @@ def crossing(P, a, b):
     """Which all-reduce the model says to take: (P-1) (a + b n) against 2 (P-1) (a + b n/P)."""
     if P == 2:
         return "on 2 ranks gather and add sends no more than the ring, in half the steps"
-    return f"the ring beats gather and add above {a / b / (1 - 2 / P):.0f} bytes"
+    return f"the ring should beat gather and add above {a / b / (1 - 2 / P) / 1e6:.2g} MB"
 
 
 def draw(results, path):
@@ -786,6 +786,7 @@ def draw(results, path):
         axis.plot(sizes, [1e3 * t for t in timed["seconds"][name]], marker, color=color, label=label)
         axis.plot(grid, [1e3 * model(n) for n in grid], color=color, lw=1)
     axis.set(xscale="log", yscale="log", xlabel="message, bytes", ylabel="time, ms")
+    axis.set_ylim(top=5 * axis.get_ylim()[1])  # room for the legend
     axis.yaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_minor_formatter("")
     axis.set_title(f"Few steps or few bytes: {crossing(P, a, b)}", loc="left")
@@ -996,7 +997,6 @@ def load(path):
 # Copied from labs/lab1_collectives.py
 def rank_main(rank, world, rendezvous, pipe, limit, function, args):
     """A rank's process: join the others, run function(group, *args), send back what it returns."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # gloo complains there about ranks that others' errors ended
     signal.alarm(limit)  # its parent ends it long before; this is for a parent that was killed
     torch.set_num_threads(1)
     # torch 2.13 renames all_gather_into_tensor and reduce_scatter_tensor; 2.11 knows only these names
