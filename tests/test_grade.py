@@ -23,6 +23,22 @@ def helper(x):
     return x
 
 
+def twice(x):
+    """2 x."""
+    # exercise: twice
+    return helper(x) + helper(x)
+    # end exercise
+
+
+def check_twice(lab, group, seed):
+    if lab.twice(seed) != 2 * seed:
+        raise Wrong("not twice")
+    return "twice"
+
+
+CHECKS = {"twice": (check_twice, 1)}
+'''
+TOTAL = '''
 def total(x, group):
     """The sum of x over the ranks, in a new tensor. x (n)."""
     # exercise: total
@@ -43,64 +59,9 @@ def check_total(lab, group, seed):
     return "the sum is right"
 
 
-def twice(x):
-    """2 x."""
-    # exercise: twice
-    return helper(x) + helper(x)
-    # end exercise
-
-
-def check_twice(lab, group, seed):
-    if lab.twice(seed) != 2 * seed:
-        raise Wrong("not twice")
-    return "twice"
-
-
-CHECKS = {"total": (check_total, 2), "twice": (check_twice, 1)}
+CHECKS["total"] = check_total, 2
 '''
-
-
-@pytest.fixture
-def desk(tmp_path):
-    """A folder with the grader and one small lab, handed out: grade(answer to total) -> its results."""
-    (tmp_path / "labs").mkdir()
-    shutil.copy(ROOT / "labs" / "grade.py", tmp_path / "labs")
-    lab, mine = tmp_path / "labs" / "lab0_small.py", tmp_path / "my_labs" / "lab0_small.py"
-    lab.write_text(SMALL_LAB)
-    assert python(tmp_path / "labs" / "grade.py", "start", "lab0").returncode == 0
-
-    def grade(total=None, change=lambda text: text, options=()):
-        text = SMALL_LAB
-        if total is not None:
-            text = re.sub(r"    x = x.clone.*?return x\n", total, text, flags=re.S)
-        mine.write_text(change(text))
-        results = tmp_path / "results.json"
-        run = python(tmp_path / "labs" / "grade.py", "lab0", "--json", results, "--timeout", "8", *options)
-        assert "Traceback" not in run.stdout + run.stderr
-        return run, json.loads(results.read_text())["exercises"] if results.exists() else None
-
-    grade.folder, grade.mine = tmp_path, mine
-    return grade
-
-
-def test_hands_out_and_refuses_to_overwrite(desk):
-    text = desk.mine.read_text()
-    assert text.count("raise NotImplementedError") == 2 and "all_reduce" not in text
-    assert "raise NotImplementedError('The sum of x over the ranks, in a new tensor.')" in text
-    again = python(desk.folder / "labs" / "grade.py", "start", "lab0")
-    assert again.returncode == 2 and again.stderr.startswith("error: ") and "--force" in again.stderr
-    desk.mine.write_text("")
-    assert python(desk.folder / "labs" / "grade.py", "start", "lab0", "--force").returncode == 0
-    assert desk.mine.read_text() == text
-
-
-def test_right_answers_pass(desk):
-    run, results = desk()
-    assert run.returncode == 0 and all(result["passed"] for result in results.values())
-    assert run.stdout.splitlines()[-1] == "PASS lab0_small: 2 of 2 exercises pass"
-
-
-WRONG = {  # an answer to total: what is said
+WRONG = {  # an answer to total, and what is said of it
     "    return x\n": "the sum is off",
     "    return x +\n": "SyntaxError",
     "  return x\n": "IndentationError",
@@ -110,60 +71,93 @@ WRONG = {  # an answer to total: what is said
     "    import os\n    os._exit(0)\n": "died",
     "    raise SystemExit(0)\n": "SystemExit",
     "    print('noise')\n    return None\n": "TypeError",
+    "    raise ValueError(str(x.tolist()))\n": "ValueError",
 }
+TOTALS = "".join(TOTAL.replace("total", f"total{i}") for i in range(len(WRONG)))  # one exercise for each
 
 
-@pytest.mark.parametrize("answer", WRONG, ids=lambda answer: WRONG[answer].split(" ")[0])
-def test_a_wrong_answer_fails_alone(desk, answer):
-    run, results = desk(answer)
+RIGHT = re.compile(r"    x = x\.clone.*?return x\n", re.S)
+
+
+def grader(folder, *options):
+    """labs/grade.py in a folder that has one small lab: what it printed, and its results."""
+    results = folder / "results.json"
+    run = python(folder / "labs" / "grade.py", *options, "--json", results)
+    assert "Traceback" not in run.stdout + run.stderr
+    return run, json.loads(results.read_text())["exercises"] if results.exists() else None
+
+
+@pytest.fixture
+def desk(tmp_path):
+    """Such a folder, with the lab handed out."""
+    (tmp_path / "labs").mkdir()
+    shutil.copy(ROOT / "labs" / "grade.py", tmp_path / "labs")
+    (tmp_path / "labs" / "lab0_small.py").write_text(SMALL_LAB + TOTALS)
+    run, _ = grader(tmp_path, "start", "lab0")
+    assert run.returncode == 0, run.stderr
+    return tmp_path
+
+
+def test_hands_out_and_refuses_to_overwrite(desk):
+    mine = desk / "my_labs" / "lab0_small.py"
+    text = mine.read_text()
+    assert text.count("raise NotImplementedError") == 1 + len(WRONG) and "all_reduce" not in text
+    assert "raise NotImplementedError('The sum of x over the ranks, in a new tensor.')" in text
+    again, _ = grader(desk, "start", "lab0")
+    assert again.returncode == 2 and again.stderr.startswith("error: ") and "--force" in again.stderr
+    mine.write_text("")
+    assert grader(desk, "start", "lab0", "--force")[0].returncode == 0 and mine.read_text() == text
+
+
+def test_right_answers_pass(desk):
+    run, results = grader(desk, "lab0", "--file", desk / "labs" / "lab0_small.py")
+    assert run.returncode == 0 and all(result["passed"] for result in results.values())
+    assert run.stdout.splitlines()[-1] == "PASS lab0_small: 11 of 11 exercises pass"
+
+
+def test_each_wrong_answer_fails_alone(desk):
+    answers = iter(WRONG)
+    text = SMALL_LAB + RIGHT.sub(lambda match: next(answers), TOTALS)
+    (desk / "my_labs" / "lab0_small.py").write_text(text)
+    run, results = grader(desk, "lab0", "--timeout", "8", "--seed", "5")
     assert run.returncode == 1
-    assert not results["total"]["passed"] and WRONG[answer] in results["total"]["report"]
-    assert results["twice"]["passed"], "the other exercise is graded as if nothing were wrong"
-    assert "FAIL lab0_small: 1 of 2 exercises pass (the same inputs again: --seed " in run.stdout
+    for i, said in enumerate(WRONG.values()):
+        assert not results[f"total{i}"]["passed"] and said in results[f"total{i}"]["report"]
+    assert results["twice"]["passed"], "graded as if nothing else were wrong"
+    assert results["total0"]["hint"] == "every rank's x counts"
+    assert "hint: every rank's x counts" in run.stdout
+    assert run.stdout.splitlines()[-1].startswith("FAIL lab0_small: 1 of 11 exercises pass (the same inputs")
+    assert re.search(r"\[([56])\.0, ", results["total9"]["report"]), "--seed 5 is what the check drew from"
+    _, again = grader(desk, "lab0", "--only", "total9")
+    assert again["total9"]["report"] != results["total9"]["report"], "without --seed inputs are new"
 
 
-def test_a_usual_mistake_gets_its_hint(desk):
-    run, results = desk("    return x\n")
-    assert results["total"]["hint"] == "every rank's x counts" and "hint: every rank's x counts" in run.stdout
-
-
-def test_inputs_are_new_each_time_and_can_be_had_again(desk):
-    seen = "    raise ValueError(str(x.tolist()))\n"
-    reports = [desk(seen, options=options)[1]["total"]["report"] for options in ([], [], ["--seed", "7"])]
-    numbers = [re.search(r"\[([\d.]+)", report)[1] for report in reports]
-    assert numbers[0] != numbers[1] and numbers[2] in ("7.0", "8.0")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda text: text + "CHECKS = {name: (lambda *_: 'fine', 1) for name in CHECKS}\n",
-        lambda text: text.replace('raise Wrong("the sum is off")', "pass"),
-        lambda text: text + "class Wrong(Exception):\n    pass\n",
-    ],
-)
-def test_checks_are_not_the_learners(desk, change):
-    run, results = desk("    return 0 * x\n", change)
-    assert run.returncode == 1 and not results["total"]["passed"] and results["twice"]["passed"]
-
-
-def test_what_a_learner_adds_outside_counts_for_all(desk):
-    _, results = desk(
-        change=lambda text: text.replace("    return x\n\n\ndef total", "    return 0\n\n\ndef total")
+def test_checks_are_not_the_learners(desk):
+    text = SMALL_LAB + RIGHT.sub("    return 0 * x\n", TOTALS).replace(
+        'raise Wrong("the sum is off")', "pass"
     )
-    assert (
-        results["total"]["passed"] and not results["twice"]["passed"] or results["twice"]["report"] == "twice"
-    )
+    text += "CHECKS = {name: (lambda *_: 'fine', 1) for name in CHECKS}\nclass Wrong(Exception):\n    pass\n"
+    (desk / "my_labs" / "lab0_small.py").write_text(text)
+    run, results = grader(desk, "lab0", "--only", "total0")
+    assert run.returncode == 1 and results["total0"]["report"].endswith("the sum is off")
+
+
+def test_what_a_learner_adds_outside_counts(desk):
+    text = SMALL_LAB.replace("def helper(x):\n    return x", "def helper(x):\n    return 0") + TOTALS
+    (desk / "my_labs" / "lab0_small.py").write_text(text)
+    assert grader(desk, "lab0", "--only", "total0")[0].returncode == 0
+    assert grader(desk, "lab0", "--only", "twice")[0].returncode == 1
 
 
 def test_lost_markers_are_named(desk):
-    run, results = desk(change=lambda text: text.replace("    # end exercise\n", "", 1))
-    assert run.returncode == 1 and "without its other half" in results["total"]["report"]
-    run, results = desk(
-        change=lambda text: text.replace("    # exercise: total\n", "").replace("    # end exercise\n", "", 1)
-    )
-    assert "0 places '# exercise: total', and there should be 1" in results["total"]["report"]
-    assert results["twice"]["passed"]
+    mine = desk / "my_labs" / "lab0_small.py"
+    mine.write_text((SMALL_LAB + TOTALS).replace("    # end exercise\n", "", 1))
+    run, results = grader(desk, "lab0", "--only", "total0")
+    assert run.returncode == 1 and "without its other half" in results["total0"]["report"]
+    mine.write_text(SMALL_LAB)
+    run, results = grader(desk, "lab0", "--only", "total0")
+    assert "0 places '# exercise: total0', and there should be 1" in results["total0"]["report"]
+    assert grader(desk, "lab0", "--only", "twice")[0].returncode == 0
 
 
 BAD = [
@@ -187,6 +181,7 @@ def test_bad_input(options, message):
     assert run.stderr.startswith(f"error: {message}") and run.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lab", LABS, ids=lambda lab: lab.stem)
 def test_the_empty_lab_grades_0(lab, tmp_path):
     (tmp_path / "labs").mkdir()
