@@ -102,10 +102,10 @@ def reduce_scatter(x, group):
 
 
 class CopyToTPRegion(torch.autograd.Function):
-    """Megatron's f: x, whole on every rank, enters layers of which each rank holds a part.
+    """Forward x as it is, backward the sum of the ranks' gradients (Megatron's f).
 
-    Forward: x (b, s, h) as it is. Backward: grad (b, s, h) is what came back through this rank's part
-    alone; the gradient of x is the sum over the ranks. Tensors given are not written to.
+    x (b, s, h), whole on every rank, enters layers of which each rank holds a part. grad (b, s, h) is what
+    came back through this rank's part alone. Tensors that are given are not written to.
     """
 
     @staticmethod
@@ -123,9 +123,10 @@ class CopyToTPRegion(torch.autograd.Function):
 
 
 class ReduceFromTPRegion(torch.autograd.Function):
-    """The end of the region: every rank brings a partial sum x (b, s, h) and receives the whole sum.
+    """Forward the sum of the ranks' x, backward the gradient as it is (Megatron's g).
 
-    Backward: y is x plus what others brought, so the gradient of x is that of y, and every rank has it.
+    x (b, s, h) is this rank's partial sum. y is x plus what others brought: the gradient of x is that of y,
+    and every rank has it.
     """
 
     @staticmethod
@@ -142,11 +143,10 @@ class ReduceFromTPRegion(torch.autograd.Function):
 
 
 class GatherFromSPRegion(torch.autograd.Function):
-    """The beginning of the region under sequence parallelism: tokens (b, s/P, h) are brought, all (b, s, h)
-    received.
+    """Forward all tokens (b, s, h), backward the sum of the ranks' gradients for own tokens (b, s/P, h).
 
-    Backward: every rank used all tokens, so their gradient is a sum over the ranks, of which a rank needs
-    that of its own tokens (b, s/P, h). Every rank brings equally many tokens.
+    f under sequence parallelism: x (b, s/P, h) is the rank's tokens, as many on each. Every rank goes on
+    with all of them, so each has a part of the gradient of each.
     """
 
     @staticmethod
@@ -164,11 +164,11 @@ class GatherFromSPRegion(torch.autograd.Function):
 
 
 class ReduceScatterToSPRegion(torch.autograd.Function):
-    """The end of the region under sequence parallelism: partial sums x (b, s, h) of all tokens are brought,
-    the whole sum of the rank's own tokens (b, s/P, h) is received.
+    """Forward own tokens (b, s/P, h) of the sum of the ranks' x, backward the gradient of all tokens.
 
-    Backward: the partial sums were of all tokens, and so is their gradient (b, s, h). P need not divide s:
-    reduce_scatter() then adds zeros behind the last token, whose gradient belongs to nobody.
+    g under sequence parallelism: x (b, s, h) is this rank's partial sum for all tokens, and so its gradient
+    is (b, s, h). P need not divide s = ctx.length: reduce_scatter() then puts zeros behind the last token,
+    whose gradient belongs to nobody.
     """
 
     @staticmethod
@@ -344,7 +344,10 @@ class VocabParallelEmbedding(nn.Module):
         return cls(weight, embedding.num_embeddings, pad, group, sequence_parallel)
 
     def forward(self, ids):
-        """Look up ids. F.embedding(rows, weight, padding_idx) wants rows of this rank's weight."""
+        """Look up the ids that this rank holds, let the others be zero, and sum over the ranks.
+
+        F.embedding(rows, weight, padding_idx) wants rows of this rank's weight.
+        """
         if ((ids < 0) | (ids >= self.vocab)).any():  # no rank would hold it: silently a zero
             raise IndexError(f"a token is not in [0, {self.vocab})")
         # exercise: vocab_parallel_embedding
@@ -377,9 +380,12 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, target, start, vocab, group, smoothing):
-        """Find, all (...): column (int64) and elsewhere (bool): the target's column in this shard, 0 where
-        another rank holds it; peak: the largest logit of the whole vocabulary, taken off every logit so
-        that exp() stays finite; sum_exp: the sum of exp(x - peak); wanted: the sum of q (x - peak).
+        """Find column, elsewhere, peak, sum_exp and wanted, all of them (...).
+
+        column (int64) is the target's in this shard, 0 where another rank holds it (elsewhere, bool); peak
+        the largest logit of the whole vocabulary, taken off every logit so that exp() stays finite; sum_exp
+        the sum of exp(x - peak) and wanted that of q (x - peak), over the whole vocabulary. A logit may be
+        minus infinity where nothing is smoothed.
         """
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))  # bfloat16 has too few digits
         # exercise: cross_entropy_forward
@@ -398,7 +404,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        """From grad (...) to dx (..., v/P), this rank's columns of (softmax - q) grad. Nothing is sent."""
+        """Make dx (..., v/P), this rank's columns of (softmax - q) grad, in float32; nothing is sent."""
         logits, column, elsewhere, peak, sum_exp = ctx.saved_tensors
         # exercise: cross_entropy_backward
         dx = (logits - peak[..., None]).exp() / sum_exp[..., None]  # softmax
@@ -1311,7 +1317,7 @@ def smoothing_per_shard(lab):
     lab.VocabParallelCrossEntropy.forward = staticmethod(forward)
 
 
-def smoothing_forgotten_in_backward(lab):
+def unsmoothed_gradient(lab):
     """The loss is smoothed, its gradient is not."""
     right = lab.VocabParallelCrossEntropy.backward
 
@@ -1360,7 +1366,7 @@ def logits_gathered(lab):
 
 
 def ignored_targets_count(lab):
-    """A target of ignore_index is given the loss of a token that nobody holds."""
+    """A target of ignore_index counts, as if it were token 0."""
     right = lab.vocab_parallel_cross_entropy
 
     def vocab_parallel_cross_entropy(logits_shard, target, group, label_smoothing=0.0, ignore_index=-100):
@@ -1388,7 +1394,7 @@ BUGS = [
     own_peak,
     no_peak,
     smoothing_per_shard,
-    smoothing_forgotten_in_backward,
+    unsmoothed_gradient,
     target_on_every_rank,
     logits_overwritten,
     logits_gathered,

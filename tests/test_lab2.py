@@ -135,7 +135,7 @@ CAUGHT = {
     "own_peak": ("cross_entropy_forward", "the peak is that of all ranks"),
     "no_peak": ("cross_entropy_forward", "the loss is infinite"),
     "smoothing_per_shard": ("cross_entropy_forward", "Megatron-LM's formula"),
-    "smoothing_forgotten_in_backward": ("cross_entropy_backward", "q is smoothed in the backward too"),
+    "unsmoothed_gradient": ("cross_entropy_backward", "q is smoothed in the backward too"),
     "target_on_every_rank": ("cross_entropy_backward", "only the rank that holds the target"),
     "logits_overwritten": ("cross_entropy_forward", "the logits are overwritten"),
     "logits_gathered": ("cross_entropy_forward", "all_reduce moves"),
