@@ -485,7 +485,7 @@ def check_pass_on(lab, group, seed):
 def wait_for_others(aside):
     """Rank 0 takes part only after the others have returned from pass_on: Wrong where they wait in it."""
     try:
-        dist.monitored_barrier(aside, timeout=timedelta(seconds=10))
+        dist.monitored_barrier(aside, timeout=timedelta(seconds=5))
     except RuntimeError as problem:
         found = "pass_on does not return before the others take part"
         raise Wrong(found, "isend and irecv begin; wait in the function returned") from problem
