@@ -9,6 +9,8 @@ import textwrap
 import pytest
 from conftest import ROOT, python
 
+pytestmark = pytest.mark.slow  # minutes, with the other labs'
+
 sys.path.insert(0, str(ROOT / "labs"))  # a lab's ranks import it by name
 lab = importlib.import_module("lab1_collectives")
 LAB = ROOT / "labs" / "lab1_collectives.py"

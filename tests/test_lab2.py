@@ -14,6 +14,8 @@ from torch import nn
 sys.path.insert(0, str(ROOT / "labs"))
 import lab2_megatron_layers as lab2  # noqa: E402
 
+pytestmark = pytest.mark.slow  # minutes, with the other labs'
+
 LAB = ROOT / "labs" / "lab2_megatron_layers.py"
 REGION = re.compile(r"^( *)# exercise: (\w+)\n(.*?)^ *# end exercise\n", re.M | re.S)
 

@@ -271,6 +271,8 @@ return torch.cat([reduce_from_tp_region(out[:1], group), out[1:]])
         "loss_without_graph",
         """
 from torch.distributed.nn.functional import all_gather
+
+pytestmark = pytest.mark.slow  # minutes, with the other labs'
 whole = torch.cat(all_gather(logits.contiguous(), group), 1)
 return F.cross_entropy(whole.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
 """,

@@ -10,6 +10,8 @@ from conftest import ROOT, python
 sys.path.insert(0, str(ROOT / "labs"))
 import lab7_ring_attention as lab7  # noqa: E402
 
+pytestmark = pytest.mark.slow  # minutes, with the other labs'
+
 LAB = ROOT / "labs" / "lab7_ring_attention.py"
 REGION = re.compile(r"^( *)# exercise: (\w+)\n(.*?)^ *# end exercise\n", re.M | re.S)
 
