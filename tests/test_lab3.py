@@ -12,6 +12,8 @@ from conftest import ENVIRONMENT, ROOT
 sys.path.insert(0, str(ROOT / "labs"))  # the ranks' processes import the lab by its name
 lab = importlib.import_module("lab3_pitfalls")
 
+pytestmark = pytest.mark.slow  # minutes, with the other labs'
+
 FILE = ROOT / "labs" / "lab3_pitfalls.py"
 
 
@@ -271,8 +273,6 @@ return torch.cat([reduce_from_tp_region(out[:1], group), out[1:]])
         "loss_without_graph",
         """
 from torch.distributed.nn.functional import all_gather
-
-pytestmark = pytest.mark.slow  # minutes, with the other labs'
 whole = torch.cat(all_gather(logits.contiguous(), group), 1)
 return F.cross_entropy(whole.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
 """,
