@@ -6,6 +6,7 @@ import sys
 from textwrap import dedent, indent
 
 import pytest
+import torch
 from conftest import ROOT, python
 
 sys.path.insert(0, str(ROOT / "labs"))
@@ -79,13 +80,38 @@ def test_messages_travel_under_gemms_only_where_they_may(finished):
             assert run["seconds"] >= max(end for _, _, end in run["messages"])
 
 
-def test_the_gain_is_within_what_is_possible(finished):
-    """No timing here is sure on a busy machine: only what no noise can undo."""
+def test_the_gain_is_counted_from_the_log(finished):
+    """How large it is says nothing on a busy machine."""
     for row in finished[1]["gains"]:
-        assert 0 < row["hidden"] <= 1
-        assert row["at_best"] == pytest.approx(lab4.at_best(row["way"], row["ratio"]))
-    assert lab4.at_best("SP", 1) == 2 and lab4.at_best("TP", 1) == pytest.approx(4 / 3)
-    assert lab4.at_best("TP", 0.5) == pytest.approx(3 / 2)
+        assert 0 < row["hidden"] <= 1 and row["gain"] > 0
+        assert 1 < row["at_best"] <= 2 * max(1, row["message_over_gemm"])
+    slowest = finished[1]["gains"][-1]
+    assert slowest["blocking_s"] > 8 * finished[1]["gemm_seconds"], "two messages of 4 GEMMs each, at least"
+    gemms = [["dgrad", 0, 4], ["wait all_gather", 4, 9], ["wgrad", 9, 12]]
+    run = {"log": gemms, "messages": [["all_gather", 1, 9], ["reduce_scatter", 9, 11]]}
+    assert lab4.hidden(run) == (3 + 2) / (8 + 2)
+    assert lab4.could_hide(run) == (4 + 2, 10 / 7)
+
+
+def against_the_profiler(group):
+    """Seconds of a backward's GEMMs: (as the link logs them, as torch.profiler does)."""
+    layer = lab4.one_device(torch.Generator().manual_seed(0), group, 256, 1, 512, 640, "SP")
+    y = lab4.sp_linear(layer.x, layer.weight, layer.bias, group)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run = lab4.run_backward(group, layer, y)
+    logged = [end - begin for what, begin, end in run["log"] if what in ("dgrad", "wgrad")]
+    gemms = [event for event in profile.events() if event.name == "aten::mm"]
+    # each GEMM is there twice: on its way into the dispatch mode that logs it, and inside
+    spans = sorted((event.time_range.start, event.time_range.end) for event in gemms)
+    outer = [span for i, span in enumerate(spans) if i == 0 or span[0] >= spans[i - 1][1]]
+    return logged, [(end - begin) / 1e6 for begin, end in outer]
+
+
+def test_the_log_agrees_with_the_profiler():
+    logged, profiled = lab4.on_ranks(1, against_the_profiler)[0]
+    assert len(logged) == len(profiled) == 2
+    for mine, theirs in zip(logged, profiled):
+        assert 0.5 * theirs < mine < theirs + 0.1
 
 
 def test_who_does_not_wait_reads_what_is_not_there(finished):
@@ -122,7 +148,7 @@ def test_bad_input_is_one_line(capsys, options, message):
 
 CAUGHT = {
     "waits_at_once": ("tp_backward", lab4.WAIT),
-    "leaves_when_waited_for": ("sp_linear", "no 'start all_gather' in the backward"),
+    "leaves_when_waited_for": ("sp_linear", "'dgrad' is before 'start all_gather'"),
     "never_waits": ("tp_backward", "no 'wait all_reduce' in the backward"),
     "dx_not_summed": ("tp_backward", "every rank's part of dx goes into the sum"),
     "gathered_input_kept": ("sp_linear", "keep the shard x"),
