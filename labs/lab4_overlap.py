@@ -32,7 +32,7 @@ demands it for TP and context parallelism up to Hopper (compute capability below
 Blackwell. FSDP wants more than one queue: what it prefetches is independent work on other streams. A CPU
 has no such queues: here a thread carries the messages, over a simulated slow link.
 
-    python labs/lab4_overlap.py                      # checks and experiments, about 25 s
+    python labs/lab4_overlap.py                      # checks and experiments, about half a minute
     python labs/lab4_overlap.py --plot lab4.png --json lab4.json
     python labs/lab4_overlap.py --inject-bug list
     python labs/lab4_overlap.py --pairs 15           # more timings
@@ -763,7 +763,7 @@ def draw_timelines(axis, timelines):
                 axis.barh(row + lane, 1000 * (end - begin), left=1000 * begin, **box)
                 label = what.replace("_", "-")
                 colour = "white" if what == "dgrad" else "black"
-            axis.text(500 * (begin + end), row + lane, label, ha="center", va="center", color=colour)
+                axis.text(500 * (begin + end), row + lane, label, ha="center", va="center", color=colour)
             axis.plot([1000 * run["seconds"]] * 2, [row - 0.5, row + 1.5], color="black", lw=1.5)
             ticks += [(row, f"{way}, {mode}: link"), (row + 1, "processor")]
             row += 3 if mode == "overlapped" else 2.4
@@ -886,7 +886,9 @@ def product_rounded(lab):
 
     def weight_gradient(grad, x, main_grad):
         dw = right(grad, x, None)
-        return dw if main_grad is None else main_grad.add_(dw) and None
+        if main_grad is None:
+            return dw
+        main_grad += dw
 
     lab.weight_gradient = weight_gradient
 

@@ -155,7 +155,7 @@ CAUGHT = {
     "dx_in_shared_buffer": ("sp_linear", "dx, after another layer's turn, is off by"),
     "buffer_never_reused": ("memory_buffer", "what is there is large enough"),
     "buffer_ignores_name": ("memory_buffer", "another name shares memory"),
-    "buffer_shrinks": ("memory_buffer", "it only grows"),
+    "buffer_shrinks": ("memory_buffer", "a smaller tensor gets memory of its own"),
     "product_rounded": ("accumulation_fusion", "rounded to bfloat16 before it is added"),
     "main_grad_overwritten": ("accumulation_fusion", "add to what is there"),
 }
