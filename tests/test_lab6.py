@@ -101,15 +101,16 @@ def test_peft_is_compared_where_it_is_installed(finished):
 
 
 def test_without_the_sum_the_loss_looks_right_and_the_saved_adapter_is_wrong(finished):
-    one, good, bad = (
-        finished[1]["training"][name] for name in ("one device", "SP, summed", "SP, not summed")
-    )
-    assert good["losses"] == pytest.approx(one["losses"], rel=1e-3)
-    assert good["exported"] == pytest.approx(one["held_out"], rel=1e-3) and good["drift"] < 1e-6
-    assert bad["losses"][0] == pytest.approx(one["losses"][0], rel=1e-6)
-    assert bad["unsummed_gradient_error"] > 0.3 and bad["drift"] > 0.01
-    assert bad["losses"][-1] < bad["losses"][0] / 2 < bad["losses"][0]
-    assert abs(bad["exported"] / bad["held_out"] - 1) > 0.01, "what is saved is not what was trained"
+    for counts, runs in finished[1]["training"].items():
+        one, good, bad = (runs[name] for name in ("one device", "SP, summed", "SP, not summed"))
+        assert good["losses"] == pytest.approx(one["losses"], rel=1e-3)
+        assert good["exported"] == pytest.approx(one["held_out"], rel=1e-3) and good["drift"] < 1e-6
+        assert bad["losses"][0] == pytest.approx(one["losses"][0], rel=1e-6)
+        assert bad["unsummed_gradient_error"] > 0.3 and bad["drift"] > 0.01
+        assert bad["losses"][-1] < bad["losses"][0] / 2, "the loss falls"
+        if counts == "answers only":  # rank 0 has the prompt: its replicas never saw a gradient
+            assert bad["losses"] == pytest.approx(one["losses"], rel=1e-3)
+            assert bad["exported"] > 2 * bad["held_out"], "what is saved is not what was trained"
 
 
 def test_translating_in_place_leaks_into_a_later_model(finished):
