@@ -191,10 +191,12 @@ WRONG_ANSWERS = [
         "sum_partial_gradients",
         [
             """
-            for layer in layers:
-                for p in layer.parameters():
-                    if p.grad is not None and p.shape in layer.shapes.values():
-                        p.grad = all_reduce(p.grad, group)
+            whole = [(layer, name) for layer in layers for name, dim in layer.cut.items() if dim is None]
+            grads = [getattr(layer, name).grad for layer, name in whole]
+            if grads:
+                total = all_reduce(torch.cat([grad.flatten() for grad in grads]), group)
+                for grad, part in zip(grads, total.split([grad.numel() for grad in grads])):
+                    grad.copy_(part.view_as(grad))
             """
         ],
         "it is whole already",
