@@ -12,6 +12,8 @@ from conftest import ROOT, python
 sys.path.insert(0, str(ROOT / "labs"))
 import lab4_overlap as lab4  # noqa: E402
 
+pytestmark = pytest.mark.slow  # minutes, with the other labs'
+
 LAB = ROOT / "labs" / "lab4_overlap.py"
 REGION = re.compile(r"^( *)# exercise: (\w+)\n(.*?)^ *# end exercise\n", re.M | re.S)
 

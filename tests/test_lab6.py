@@ -12,6 +12,8 @@ from conftest import ROOT, python
 sys.path.insert(0, str(ROOT / "labs"))
 import lab6_lora as lab6  # noqa: E402
 
+pytestmark = pytest.mark.slow  # minutes, with the other labs'
+
 LAB = ROOT / "labs" / "lab6_lora.py"
 REGION = re.compile(r"^( *)# exercise: (\w+)\n(.*?)^ *# end exercise\n", re.M | re.S)
 
