@@ -88,7 +88,7 @@ STRATEGIES = {
     ),
 }
 ALIASES = {"sp": "sp_megatron", "ulysses": "sp_ulysses"}
-COMMON = ("model", "batch", "dtype", "attn", "loss", "recompute")  # options that every script has
+COMMON = ("model", "batch", "dtype", "attn", "loss", "recompute", "tile")  # every script has them
 
 
 class Unusable(Exception):
@@ -662,6 +662,7 @@ def short(tokens):
 # ---------------------------------------------------------------------------------------------------
 
 
+# Copied from tp.py
 class Parser(argparse.ArgumentParser):
     """argparse, with its complaint raised instead of printed with the usage."""
 
@@ -702,6 +703,7 @@ def parse(argv):
     add("--attn", choices=["auto", "sdpa", "eager", "flash"], default="auto", help="auto: sdpa")
     add("--loss", choices=["chunked", "full"], default="chunked", help="chunked: full logits never exist")
     add("--recompute", choices=["block", "none"], default="block", help="block: keep only layers' inputs")
+    add("--tile", type=positive, default=16384, help="block: tokens an MLP takes at a time (16384)")
     add("--schedule", help="pp only")
     add("--microbatches", type=positive, help="pp only")
     ways = ["auto", "measured", "emulated", "predicted"]

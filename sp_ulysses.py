@@ -23,7 +23,7 @@ all tokens of 1/P of the heads. P = 2, one attention block:
 Cost a layer: 4 all-to-alls forward and 4 backward, q and out of (b, s/P, h), k and v smaller by KV heads /
 heads (with more ranks than KV heads, a KV head is sent to all that need it). What a rank sends shrinks with
 P; in tp.py and sp_megatron.py it does not. The price: weights, gradients and optimizer state do not shrink;
-each weight saw only s/P tokens, so a step ends with one all-reduce of all gradients; and there can be no
+each weight saw only s/P tokens, so a step ends with an all-reduce of every gradient; and there can be no
 more ranks than heads. Running a layer again in the backward sends all of its forward again.
 
     torchrun --nproc_per_node=2 sp_ulysses.py --mode correctness
@@ -70,7 +70,7 @@ from transformers.models.llama import modeling_llama
 
 STRATEGY = "sp_ulysses"
 IGNORE = -100  # a label that is no target: HF's and PyTorch's convention
-LOSS_CHUNK = 1024  # tokens whose logits exist at the same time with --loss chunked
+LOSS_CHUNK = 1024  # --loss chunked: tokens a rank whose logits exist at the same time
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -136,12 +136,12 @@ def expected_traffic(config, group, args):
     q, kv = sum(queries) * head, sum(keys) * head  # all heads of my tokens
     my_q, my_kv = P * queries[rank] * head, P * keys[rank] * head  # my heads of all: as much, if P divides
     with torch.device("meta"):  # shapes without memory
-        parameters = transformers.AutoModelForCausalLM.from_config(config).parameters()
+        numbers = [p.numel() for p in transformers.AutoModelForCausalLM.from_config(config).parameters()]
     rows = [
         ("forward", "all_to_all", 4 * layers, layers * (q + 2 * kv + my_q)),  # q, k, v, and the output
         ("backward", "all_to_all", 4 * layers, layers * (my_q + 2 * my_kv + q)),  # their gradients go back
         ("forward", "all_reduce", 1, max(4, element)),  # the loss: one number, in float32 or better
-        ("backward", "all_reduce", 1, sum(p.numel() for p in parameters) * element),  # every gradient
+        ("backward", "all_reduce", len(numbers), sum(numbers) * element),  # every gradient
     ]
     if args.recompute == "block":  # a layer is run again up to MLP's last matrix: after all of attention
         rows += [("backward", "all_to_all", 4 * layers, rows[0][3])]
@@ -252,14 +252,9 @@ def parallelize(model, group, args):
 # Copied from tp.py
 def sum_shared_gradients(model):
     """Sum the gradients that each rank saw a part of (`sum_over`: the ranks that saw the others)."""
-    shared = {}
     for parameter in model.parameters():
-        if getattr(parameter, "sum_over", None) is not None:
-            shared.setdefault(parameter.sum_over, []).append(parameter.grad)
-    for group, gradients in shared.items():  # one message for all: latency counts, not only bytes
-        flat = all_reduce(torch.cat([g.flatten() for g in gradients]), group)
-        for g, total in zip(gradients, flat.split([g.numel() for g in gradients])):
-            g.copy_(total.view_as(g))
+        if getattr(parameter, "sum_over", None) is not None:  # in place: no copies
+            dist.all_reduce(parameter.grad, group=parameter.sum_over)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -570,8 +565,27 @@ def load_model(args):
 
 
 # Copied from tp.py
+def run_in_tiles(block, forward, args, x):  # (b, s, h) -> (b, s, h)
+    """Run a block that treats each token by itself on a tile of them at a time, each again in the backward.
+
+    What it makes on the way, for an MLP several (b, s, intermediate), then exists for one tile only. The
+    narrower a rank's part of the block, the more tokens. (Arctic Long Sequence Training, arXiv 2506.13996)
+    """
+    width = max(len(p) for p in block.parameters())
+    size = args.tile * args.config.intermediate_size // width // len(x)
+    if x.shape[1] <= size:
+        return forward(x)
+    return torch.cat([checkpoint(forward, tile, use_reentrant=False) for tile in x.split(size, 1)], 1)
+
+
+# Copied from tp.py
 def make_parallel(model, group, args):
     """This rank's share of model, in place, with the recomputation asked for."""
+    if args.recompute == "block":
+        layers = model.model.layers
+        blocks = [b for x in layers for b in (x.input_layernorm, x.post_attention_layernorm, x.mlp)]
+        for block in [*blocks, model.model.norm]:
+            block.forward = partial(run_in_tiles, block, block.forward, args)
     parallelize(model, group, args)
     if args.recompute == "block":  # keep a layer's input only, and run the layer again in the backward
         for layer in model.model.layers:
@@ -1078,6 +1092,7 @@ def parse(argv):
     add("--attn", choices=["auto", "sdpa", "eager", "flash"], default="auto", help="auto: sdpa")
     add("--loss", choices=["chunked", "full"], default="chunked", help="chunked: full logits never exist")
     add("--recompute", choices=["block", "none"], default="block", help="block: keep only layers' inputs")
+    add("--tile", type=positive, default=16384, help="block: tokens an MLP takes at a time (16384)")
     fake = "fake: this one process is rank $RANK of $WORLD_SIZE and its peers are silent"
     add("--backend", choices=["auto", "gloo", "nccl", "fake"], default="auto", help=fake)
     add("--bench-iters", type=positive, metavar="N", help="default 5; 1 on a CPU above 8192 tokens")
