@@ -113,6 +113,7 @@ class Tracker(torch.utils._python_dispatch.TorchDispatchMode):
         self.device, self.now, self.peak, self.live, self.blocks = device, 0, 0, {}, []
         self.vocabulary = set(vocabulary) - set(others)  # sizes that by chance are also another tensor's
         self.in_backward = self.at_peak = False
+        self.shapes = {}  # what a pointwise operation returns: shape, strides, dtype, device
 
     def add(self, key, size, **what):
         size = math.ceil(size / BLOCK) * BLOCK
@@ -134,7 +135,10 @@ class Tracker(torch.utils._python_dispatch.TorchDispatchMode):
             for block in self.live.values():
                 block.kept = not block.backward
         self.in_backward = backward
-        out = func(*args, **(kwargs or {}))
+        if func.is_view:
+            return func(*args, **(kwargs or {}))
+        out = self.pointwise(func, args) if self.device == "meta" and not kwargs else None
+        out = func(*args, **(kwargs or {})) if out is None else out
         for tensor in self.own(out):
             storage = tensor.untyped_storage()
             if storage._cdata not in self.live:
@@ -148,6 +152,27 @@ class Tracker(torch.utils._python_dispatch.TorchDispatchMode):
             self.add("flash", flash_scratch(*args[1:3]), logits=False, communication=False)
             self.remove("flash")
         return out
+
+    def pointwise(self, func, args):
+        """The result of x * y and the like; None where there is none yet to go by.
+
+        PyTorch works out a meta result in Python, in 0.4 ms; operands of the same kind have the same result.
+        """
+        aten = torch.ops.aten
+        if func not in (aten.mm.default, aten.mean.dim, aten.sum.dim_IntList) and (
+            torch.Tag.pointwise not in func.tags or func._schema.is_mutable
+        ):
+            return None
+        key = [func]
+        for x in args:
+            tensor = isinstance(x, torch.Tensor)
+            key += [x.shape, x.stride(), x.dtype, x.device] if tensor else [type(x), str(x)]
+        if (key := tuple(key)) not in self.shapes:
+            out = func(*args)
+            self.shapes[key] = out.shape, out.stride(), out.dtype, out.device
+            return out
+        shape, stride, dtype, device = self.shapes[key]
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
     def own(self, tree):
         """The tensors of the device in it; a fake one is DTensor working out a shape."""
@@ -363,10 +388,11 @@ def end(job):
 
 
 def search(budget, first, second=None):
-    """Find the largest k that fits: a generator of k to try, which is sent (fits, peak or None) for each.
+    """Find the largest k that fits: a generator of k to try, which is sent (fits, peaks) for each.
 
-    Returns k (0: not even 1): tried, and k + 1 was tried too and does not fit. Memory is close to a straight
-    line in the length, so two known peaks tell where the limit should be: most tries only confirm it.
+    peaks: {k: bytes}, what is known of the memory that lengths take; it may be empty. Returns k (0: not even
+    1), which was tried, as was k + 1, which does not fit. Memory is close to a straight line in the length:
+    two peaks tell where the limit should be, and most tries only confirm it.
     """
     low, high, peaks, tries = 0, None, {}, 0
     while high is None or high - low > 1:
@@ -377,22 +403,20 @@ def search(budget, first, second=None):
         else:
             k = guess(budget, low, high, peaks)
         k = max(k, low + 1) if high is None else min(max(k, low + 1), high - 1)
-        fits, peak = yield k
-        tries += 1
+        fits, new = yield k
+        peaks |= new
         low, high = (k, high) if fits else (low, k)
-        if peak is not None:
-            peaks[k] = peak
+        tries += 1
     return low
 
 
 def guess(budget, low, high, peaks):
     """Where the limit should be, from the two known peaks nearest to the budget."""
-    near = sorted(peaks, key=lambda k: abs(peaks[k] - budget))[:2]
-    if len(near) == 2 and (peaks[near[0]] - peaks[near[1]]) * (near[0] - near[1]) > 0:
-        a, b = near
-        k = a + math.floor((budget - peaks[a]) * (b - a) / (peaks[b] - peaks[a]))
-        return k if high is not None else min(k, 32 * low + 1)
-    return 4 * low if high is None else (low + high) // 2 if low else high // 4
+    a, b = sorted(peaks, key=lambda k: abs(peaks[k] - budget))[:2] if len(peaks) > 1 else (0, 0)
+    if (peaks.get(a, 0) - peaks.get(b, 0)) * (a - b) <= 0:  # nothing to go by
+        return 4 * low if high is None else (low + high) // 2 if low else high // 4
+    k = a + math.floor((budget - peaks[a]) * (b - a) / (peaks[b] - peaks[a]))
+    return k if high is not None else min(k, 32 * low + 1)
 
 
 def limit(name, world, options, bracket):
@@ -401,7 +425,8 @@ def limit(name, world, options, bracket):
     Returns the row of the --json. bracket: [longest known to fit, shortest known not to], kept up to date.
     """
     line, step = STRATEGIES[name], options.step
-    first = max(1, (options.lo or 16384) // step) * (1 if options.lo else world)
+    start = 98304 if options.how == "predicted" else 16384  # to run out of memory is cheap in one of them
+    first = max(1, (options.lo or start * world) // step)
     second = options.hi and max(first + 1, options.hi // step)
     walk, fitting = search(options.memory_bytes, first, second), {}
     row = {"strategy": name, "nproc": world, "how": options.how, "step": step}
@@ -417,12 +442,16 @@ def limit(name, world, options, bracket):
             fits = result["verdict"] == "ran" and result["peak"] <= options.memory_bytes
             if not fits:
                 break
-        peaks = [r["peak"] for r in found.values() if r["verdict"] == "ran"]
+        ran = [r for r in found.values() if r["verdict"] == "ran"]
+        peaks = {}
+        if len(ran) == len(found):
+            worst = max(ran, key=lambda r: r["peak"])
+            peaks = {0: worst["breakdown"]["weights"], k: worst["peak"]}
         bracket[0 if fits else 1] = k * step
         if fits:
             fitting[k] = found
         try:
-            k = walk.send((fits, max(peaks) if len(peaks) == len(found) else None))
+            k = walk.send((fits, peaks))
         except StopIteration as stop:
             row |= {"longest": stop.value * step, "too_long": bracket[1], "verdict": "found"}
             if stop.value == 0:
@@ -498,6 +527,9 @@ def run_all(options):
     waiting, active, rows, seconds, counts = list(cells), {}, {}, [], Counter()
     brackets = {cell: [0, None] for cell in cells}
     known = {} if options.fresh else read_journal(options.journal)
+    if options.how == "predicted":  # what a script imports, each probe then has already
+        for name in options.strategies:
+            load_script(HERE / STRATEGIES[name].script)
 
     def advance(cell, walk, result=None):
         """Give a search its result; start the next probe that is not known already, or take the row."""

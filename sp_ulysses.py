@@ -70,7 +70,7 @@ from transformers.models.llama import modeling_llama
 
 STRATEGY = "sp_ulysses"
 IGNORE = -100  # a label that is no target: HF's and PyTorch's convention
-LOSS_CHUNK = 1024  # --loss chunked: tokens a rank whose logits exist at the same time
+LOSS_CHUNK = 2048  # --loss chunked: tokens a rank whose logits exist at the same time
 
 
 # ---------------------------------------------------------------------------------------------------

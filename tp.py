@@ -69,7 +69,7 @@ from transformers.models.llama import modeling_llama
 
 STRATEGY = "tp"
 IGNORE = -100  # a label that is no target: HF's and PyTorch's convention
-LOSS_CHUNK = 1024  # --loss chunked: tokens a rank whose logits exist at the same time
+LOSS_CHUNK = 2048  # --loss chunked: tokens a rank whose logits exist at the same time
 
 
 # ---------------------------------------------------------------------------------------------------
