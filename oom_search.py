@@ -67,6 +67,11 @@ GPUS = {  # GiB, as torch.cuda.get_device_properties() has them; and whether fla
     "h100": (79.1, True),
     "h200": (139.8, True),
 }
+PRELOAD = (  # what the scripts import: a forked probe then has it
+    "torch.distributed.tensor.parallel",
+    "torch.testing._internal.distributed.fake_pg",
+    "transformers.models.llama.modeling_llama",
+)
 PARTS = ("weights", "gradients", "saved activations", "working set", "logits", "communication buffers")
 
 
@@ -486,7 +491,7 @@ def make_case(name, world, rank, length, options):
     }
     if options.how == "predicted":  # a peak serves any budget
         return case | {"flash": options.flash}
-    return case | {"gpu": torch.cuda.get_device_name(), "memory_bytes": options.memory_bytes}
+    return case | {"gpu": gpu_name(), "memory_bytes": options.memory_bytes}
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -527,9 +532,9 @@ def run_all(options):
     waiting, active, rows, seconds, counts = list(cells), {}, {}, [], Counter()
     brackets = {cell: [0, None] for cell in cells}
     known = {} if options.fresh else read_journal(options.journal)
-    if options.how == "predicted":  # what a script imports, each probe then has already
-        for name in options.strategies:
-            load_script(HERE / STRATEGIES[name].script)
+    if options.how == "predicted":
+        for name in PRELOAD:
+            importlib.import_module(name)
 
     def advance(cell, walk, result=None):
         """Give a search its result; start the next probe that is not known already, or take the row."""
@@ -718,6 +723,11 @@ def gpu_count():
     return torch.cuda.device_count()
 
 
+def gpu_name():
+    """Which they are; all of one machine's are taken to be the same."""
+    return torch.cuda.get_device_name()
+
+
 def parse(argv):
     """The options, checked as far as can be without a probe."""
     scripts = [name for name, line in STRATEGIES.items() if (HERE / line.script).exists()]
@@ -786,7 +796,7 @@ def choose_machine(options):
         options.where = f"{options.gpu} ({gib:.1f} GiB for the allocator)"
     elif not gib:
         gib = torch.cuda.get_device_properties(0).total_memory / GIB
-        options.where = f"{torch.cuda.get_device_name()} ({gib:.1f} GiB)"
+        options.where = f"{gpu_name()} ({gib:.1f} GiB)"
     options.memory_bytes = int(gib * GIB)
     if options.how != "predicted":
         options.jobs = 1
@@ -805,6 +815,9 @@ def main(argv=None):
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from here", file=sys.stderr)
         return 130
+    if all(row["verdict"] == "unusable" for row in rows):
+        print(f"error: {rows[0]['error']}", file=sys.stderr)
+        return 2
     answered = report(rows, options)
     keys = ("model", "dtype", "batch", "loss", "recompute", "memory_bytes", "step")
     if options.json:
