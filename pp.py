@@ -47,7 +47,7 @@ import urllib.request
 import warnings
 import weakref
 from collections import Counter
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -60,6 +60,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.testing._internal.distributed import fake_pg
 from torch.utils._pytree import tree_leaves
@@ -69,7 +70,7 @@ from transformers.models.llama import modeling_llama
 
 STRATEGY = "pp"
 IGNORE = -100  # a label that is no target: HF's and PyTorch's convention
-LOSS_CHUNK = 1024  # tokens whose logits exist at the same time with --loss chunked
+LOSS_CHUNK = 2048  # --loss chunked: tokens a rank whose logits exist at the same time
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -510,14 +511,9 @@ def add_weight_gradient(linear, x, grad):
 # Copied from tp.py
 def sum_shared_gradients(model):
     """Sum the gradients that each rank saw a part of (`sum_over`: the ranks that saw the others)."""
-    shared = {}
     for parameter in model.parameters():
-        if getattr(parameter, "sum_over", None) is not None:
-            shared.setdefault(parameter.sum_over, []).append(parameter.grad)
-    for group, gradients in shared.items():  # one message for all: latency counts, not only bytes
-        flat = all_reduce(torch.cat([g.flatten() for g in gradients]), group)
-        for g, total in zip(gradients, flat.split([g.numel() for g in gradients])):
-            g.copy_(total.view_as(g))
+        if getattr(parameter, "sum_over", None) is not None:  # in place: no copies
+            dist.all_reduce(parameter.grad, group=parameter.sum_over)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -813,12 +809,39 @@ def load_model(args):
 
 
 # Copied from tp.py
+def run_in_tiles(block, forward, args, x):  # (b, s, h) -> (b, s, h)
+    """Run a block that treats each token by itself on a tile of them at a time, each again in the backward.
+
+    What it makes on the way, for an MLP several (b, s, intermediate), then exists for one tile only. The
+    narrower a rank's part of the block, the more tokens. (Arctic Long Sequence Training, arXiv 2506.13996)
+    """
+    width = max(len(p) for p in block.parameters())
+    size = args.tile * args.config.intermediate_size // width // len(x)
+    if x.shape[1] <= size:
+        return forward(x)
+    return torch.cat([checkpoint(forward, tile, use_reentrant=False) for tile in x.split(size, 1)], 1)
+
+
+# Copied from tp.py
+def run_again(forward, args, x, **others):  # (b, s, h) -> (b, s, h)
+    """Keep a layer's input only, and run the layer again in the backward; offload: in the host's memory."""
+    host = args.recompute == "offload"
+    with save_on_cpu(pin_memory=args.device.type == "cuda") if host else nullcontext():
+        return checkpoint(forward, x, use_reentrant=False, **others)
+
+
+# Copied from tp.py
 def make_parallel(model, group, args):
     """This rank's share of model, in place, with the recomputation asked for."""
+    if args.recompute != "none":
+        layers = model.model.layers
+        blocks = [b for x in layers for b in (x.input_layernorm, x.post_attention_layernorm, x.mlp)]
+        for block in [*blocks, model.model.norm]:
+            block.forward = partial(run_in_tiles, block, block.forward, args)
     parallelize(model, group, args)
-    if args.recompute == "block":  # keep a layer's input only, and run the layer again in the backward
+    if args.recompute != "none":
         for layer in model.model.layers:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+            layer.forward = partial(run_again, layer.forward, args)
     return model
 
 
@@ -1343,7 +1366,9 @@ def parse(argv):
     add("--dtype", choices=["float32", "bfloat16", "float64"], default="float32")
     add("--attn", choices=["auto", "sdpa", "eager", "flash"], default="auto", help="auto: sdpa")
     add("--loss", choices=["chunked", "full"], default="chunked", help="chunked: full logits never exist")
-    add("--recompute", choices=["block", "none"], default="block", help="block: keep only layers' inputs")
+    again = "block: keep only layers' inputs, and run layers again; offload: keep those in the host's memory"
+    add("--recompute", choices=["block", "offload", "none"], default="block", help=again)
+    add("--tile", type=positive, default=16384, help="tokens an MLP takes at a time, if recomputed (16384)")
     fake = "fake: this one process is rank $RANK of $WORLD_SIZE and its peers are silent"
     add("--backend", choices=["auto", "gloo", "nccl", "fake"], default="auto", help=fake)
     add("--bench-iters", type=positive, metavar="N", help="default 5; 1 on a CPU above 8192 tokens")

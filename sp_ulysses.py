@@ -23,7 +23,7 @@ all tokens of 1/P of the heads. P = 2, one attention block:
 Cost a layer: 4 all-to-alls forward and 4 backward, q and out of (b, s/P, h), k and v smaller by KV heads /
 heads (with more ranks than KV heads, a KV head is sent to all that need it). What a rank sends shrinks with
 P; in tp.py and sp_megatron.py it does not. The price: weights, gradients and optimizer state do not shrink;
-each weight saw only s/P tokens, so a step ends with one all-reduce of all gradients; and there can be no
+each weight saw only s/P tokens, so a step ends with an all-reduce of every gradient; and there can be no
 more ranks than heads. Running a layer again in the backward sends all of its forward again.
 
     torchrun --nproc_per_node=2 sp_ulysses.py --mode correctness
@@ -48,7 +48,7 @@ import urllib.error
 import urllib.request
 import warnings
 import weakref
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -60,6 +60,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.testing._internal.distributed import fake_pg
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -70,7 +71,7 @@ from transformers.models.llama import modeling_llama
 
 STRATEGY = "sp_ulysses"
 IGNORE = -100  # a label that is no target: HF's and PyTorch's convention
-LOSS_CHUNK = 1024  # tokens whose logits exist at the same time with --loss chunked
+LOSS_CHUNK = 2048  # --loss chunked: tokens a rank whose logits exist at the same time
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -136,14 +137,14 @@ def expected_traffic(config, group, args):
     q, kv = sum(queries) * head, sum(keys) * head  # all heads of my tokens
     my_q, my_kv = P * queries[rank] * head, P * keys[rank] * head  # my heads of all: as much, if P divides
     with torch.device("meta"):  # shapes without memory
-        parameters = transformers.AutoModelForCausalLM.from_config(config).parameters()
+        numbers = [p.numel() for p in transformers.AutoModelForCausalLM.from_config(config).parameters()]
     rows = [
         ("forward", "all_to_all", 4 * layers, layers * (q + 2 * kv + my_q)),  # q, k, v, and the output
         ("backward", "all_to_all", 4 * layers, layers * (my_q + 2 * my_kv + q)),  # their gradients go back
         ("forward", "all_reduce", 1, max(4, element)),  # the loss: one number, in float32 or better
-        ("backward", "all_reduce", 1, sum(p.numel() for p in parameters) * element),  # every gradient
+        ("backward", "all_reduce", len(numbers), sum(numbers) * element),  # every gradient
     ]
-    if args.recompute == "block":  # a layer is run again up to MLP's last matrix: after all of attention
+    if args.recompute != "none":  # a layer is run again up to MLP's last matrix: after all of attention
         rows += [("backward", "all_to_all", 4 * layers, rows[0][3])]
     return rows
 
@@ -252,14 +253,9 @@ def parallelize(model, group, args):
 # Copied from tp.py
 def sum_shared_gradients(model):
     """Sum the gradients that each rank saw a part of (`sum_over`: the ranks that saw the others)."""
-    shared = {}
     for parameter in model.parameters():
-        if getattr(parameter, "sum_over", None) is not None:
-            shared.setdefault(parameter.sum_over, []).append(parameter.grad)
-    for group, gradients in shared.items():  # one message for all: latency counts, not only bytes
-        flat = all_reduce(torch.cat([g.flatten() for g in gradients]), group)
-        for g, total in zip(gradients, flat.split([g.numel() for g in gradients])):
-            g.copy_(total.view_as(g))
+        if getattr(parameter, "sum_over", None) is not None:  # in place: no copies
+            dist.all_reduce(parameter.grad, group=parameter.sum_over)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -570,12 +566,39 @@ def load_model(args):
 
 
 # Copied from tp.py
+def run_in_tiles(block, forward, args, x):  # (b, s, h) -> (b, s, h)
+    """Run a block that treats each token by itself on a tile of them at a time, each again in the backward.
+
+    What it makes on the way, for an MLP several (b, s, intermediate), then exists for one tile only. The
+    narrower a rank's part of the block, the more tokens. (Arctic Long Sequence Training, arXiv 2506.13996)
+    """
+    width = max(len(p) for p in block.parameters())
+    size = args.tile * args.config.intermediate_size // width // len(x)
+    if x.shape[1] <= size:
+        return forward(x)
+    return torch.cat([checkpoint(forward, tile, use_reentrant=False) for tile in x.split(size, 1)], 1)
+
+
+# Copied from tp.py
+def run_again(forward, args, x, **others):  # (b, s, h) -> (b, s, h)
+    """Keep a layer's input only, and run the layer again in the backward; offload: in the host's memory."""
+    host = args.recompute == "offload"
+    with save_on_cpu(pin_memory=args.device.type == "cuda") if host else nullcontext():
+        return checkpoint(forward, x, use_reentrant=False, **others)
+
+
+# Copied from tp.py
 def make_parallel(model, group, args):
     """This rank's share of model, in place, with the recomputation asked for."""
+    if args.recompute != "none":
+        layers = model.model.layers
+        blocks = [b for x in layers for b in (x.input_layernorm, x.post_attention_layernorm, x.mlp)]
+        for block in [*blocks, model.model.norm]:
+            block.forward = partial(run_in_tiles, block, block.forward, args)
     parallelize(model, group, args)
-    if args.recompute == "block":  # keep a layer's input only, and run the layer again in the backward
+    if args.recompute != "none":
         for layer in model.model.layers:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+            layer.forward = partial(run_again, layer.forward, args)
     return model
 
 
@@ -1100,7 +1123,9 @@ def parse(argv):
     add("--dtype", choices=["float32", "bfloat16", "float64"], default="float32")
     add("--attn", choices=["auto", "sdpa", "eager", "flash"], default="auto", help="auto: sdpa")
     add("--loss", choices=["chunked", "full"], default="chunked", help="chunked: full logits never exist")
-    add("--recompute", choices=["block", "none"], default="block", help="block: keep only layers' inputs")
+    again = "block: keep only layers' inputs, and run layers again; offload: keep those in the host's memory"
+    add("--recompute", choices=["block", "offload", "none"], default="block", help=again)
+    add("--tile", type=positive, default=16384, help="tokens an MLP takes at a time, if recomputed (16384)")
     fake = "fake: this one process is rank $RANK of $WORLD_SIZE and its peers are silent"
     add("--backend", choices=["auto", "gloo", "nccl", "fake"], default="auto", help=fake)
     add("--bench-iters", type=positive, metavar="N", help="default 5; 1 on a CPU above 8192 tokens")

@@ -53,6 +53,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -69,7 +70,7 @@ from transformers.models.llama import modeling_llama
 
 STRATEGY = "tp"
 IGNORE = -100  # a label that is no target: HF's and PyTorch's convention
-LOSS_CHUNK = 1024  # tokens whose logits exist at the same time with --loss chunked
+LOSS_CHUNK = 2048  # --loss chunked: tokens a rank whose logits exist at the same time
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -121,7 +122,7 @@ def expected_traffic(config, group, args):
     P, layers, element = group.size(), config.num_hidden_layers, args.torch_dtype.itemsize
     hidden = args.batch * args.length * config.hidden_size * element  # one (b, s, h)
     loss = args.batch * args.length * max(4, element)  # a number a token, in float32 or better
-    chunks = math.ceil(args.length / loss_chunk(args)) if args.loss == "chunked" else 1
+    chunks = math.ceil(args.length / loss_chunk(args, P)) if args.loss == "chunked" else 1
     projections = 5 if args.dtensor else 2  # an f for each of q, k, v, gate, up; or one a block
     reductions = 3 if args.dtensor else 2  # max, sum-exp, target logit; we send the last two as one
     head = chunks if args.dtensor else 1  # parallelize_module has an f inside the head: one a chunk
@@ -134,12 +135,13 @@ def expected_traffic(config, group, args):
         ("forward", "all_reduce", 1 + 2 * layers, (1 + 2 * layers) * hidden),  # embedding, every g
         ("backward", "all_reduce", head + projections * layers, (1 + projections * layers) * hidden),
     ]
-    if args.recompute == "block":  # a layer run again repeats attention's g; nothing needs MLP's
+    if args.recompute != "none":  # a layer run again repeats attention's g; nothing needs MLP's
         rows += [("backward", "all_reduce", layers, layers * hidden)]
     _, (k0, k1), copies = head_range(config, group.rank(), P)
-    if copies > 1:  # replicated KV heads: one sum of their gradients
+    if copies > 1:  # replicated KV heads: their gradients are summed
         numbers = 2 * (k1 - k0) * config.head_dim * (config.hidden_size + config.attention_bias)
-        rows += [("backward", "all_reduce", 1, layers * numbers * element)]
+        calls = layers * 2 * (1 + config.attention_bias)
+        rows += [("backward", "all_reduce", calls, layers * numbers * element)]
     return rows
 
 
@@ -307,14 +309,9 @@ def kv_group(group, copies):
 # Copied from tp.py
 def sum_shared_gradients(model):
     """Sum the gradients that each rank saw a part of (`sum_over`: the ranks that saw the others)."""
-    shared = {}
     for parameter in model.parameters():
-        if getattr(parameter, "sum_over", None) is not None:
-            shared.setdefault(parameter.sum_over, []).append(parameter.grad)
-    for group, gradients in shared.items():  # one message for all: latency counts, not only bytes
-        flat = all_reduce(torch.cat([g.flatten() for g in gradients]), group)
-        for g, total in zip(gradients, flat.split([g.numel() for g in gradients])):
-            g.copy_(total.view_as(g))
+        if getattr(parameter, "sum_over", None) is not None:  # in place: no copies
+            dist.all_reduce(parameter.grad, group=parameter.sum_over)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -332,12 +329,12 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, target, start, group):
-        peak = all_reduce(logits.float().max(-1, keepdim=True).values, group, dist.ReduceOp.MAX)
+        peak = all_reduce(logits.max(-1, keepdim=True).values.float(), group, dist.ReduceOp.MAX)
         shifted = logits.float() - peak
         elsewhere = (target < start) | (target >= start + logits.shape[-1])
         column = (target - start).masked_fill(elsewhere, 0)[:, None]
         target_logit = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0)
-        target_logit, sum_exp = all_reduce(torch.stack([target_logit, shifted.exp().sum(-1)]), group)
+        target_logit, sum_exp = all_reduce(torch.stack([target_logit, shifted.exp_().sum(-1)]), group)
         # Not peak + log(sum_exp) as one number: rounded at the size of a logit, it would cost two digits of
         # the gradient of a confident prediction, where softmax - 1 is small.
         ctx.save_for_backward(logits, column, elsewhere, peak, sum_exp)
@@ -346,9 +343,9 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # d loss / d logits = softmax - one_hot(target): no communication
         logits, column, elsewhere, peak, sum_exp = ctx.saved_tensors
-        softmax = (logits.float() - peak).exp() / sum_exp[:, None]
+        softmax = (logits.float() - peak).exp_().div_(sum_exp[:, None])
         softmax.scatter_add_(-1, column, -(~elsewhere)[:, None].to(softmax.dtype))
-        return (softmax * grad[:, None]).to(logits.dtype), None, None, None
+        return softmax.mul_(grad[:, None]).to(logits.dtype), None, None, None
 
 
 # Copied from tp.py
@@ -358,9 +355,9 @@ def vocab_parallel_cross_entropy(logits, target, start, group):
     return loss.view_as(target).masked_fill(target == IGNORE, 0)
 
 
-def loss_chunk(args):
-    """How many tokens of each sequence go through the head at once."""
-    return max(1, LOSS_CHUNK // args.batch)
+def loss_chunk(args, world):
+    """How many tokens of each sequence go through the head at once: its columns are cut over the ranks."""
+    return max(1, LOSS_CHUNK * world // args.batch)
 
 
 # Copied from tp.py
@@ -384,7 +381,7 @@ def mean_loss(model, hidden, labels, group, args):
     targets = shift(labels)
     if not args.dtensor:
         hidden = copy_to_tp_region(hidden, group)  # the head is column parallel
-    size = args.length if args.loss == "full" else loss_chunk(args)
+    size = args.length if args.loss == "full" else loss_chunk(args, group.size())
     total = 0
     for h, t in zip(hidden.split(size, 1), targets.split(size, 1)):
         if args.loss == "full":
@@ -394,11 +391,15 @@ def mean_loss(model, hidden, labels, group, args):
     return total / (targets != IGNORE).sum()
 
 
+def hidden_states(model, ids):
+    """What the last norm says of ids (b, s): (b, s, h)."""
+    return model.model(input_ids=ids, use_cache=False).last_hidden_state
+
+
 def train_step(model, ids, labels, group, args, backward=True):
     """Loss of ids (b, s), the same on every rank; after it every .grad is complete."""
     with loss_parallel() if args.dtensor else nullcontext():
-        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
-        loss = mean_loss(model, hidden, labels, group, args)
+        loss = mean_loss(model, hidden_states(model, ids), labels, group, args)
         if backward:
             loss.backward()
             sum_shared_gradients(model)
@@ -407,8 +408,7 @@ def train_step(model, ids, labels, group, args, backward=True):
 
 def local_logits(model, ids, group, args):
     """This rank's part of the logits (b, s, v), marked with `part` and `copies` as in keep()."""
-    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
-    logits = whole(model.lm_head(hidden))  # (b, s, v/P); of a DTensor (b, s, v)
+    logits = whole(model.lm_head(hidden_states(model, ids)))  # (b, s, v/P); of a DTensor (b, s, v)
     start, end = split(model.config.vocab_size, group.rank(), group.size())
     logits.part, logits.copies = (None, group.size()) if args.dtensor else ((2, start, end), 1)
     return logits
@@ -640,12 +640,39 @@ def load_model(args):
 
 
 # Copied from tp.py
+def run_in_tiles(block, forward, args, x):  # (b, s, h) -> (b, s, h)
+    """Run a block that treats each token by itself on a tile of them at a time, each again in the backward.
+
+    What it makes on the way, for an MLP several (b, s, intermediate), then exists for one tile only. The
+    narrower a rank's part of the block, the more tokens. (Arctic Long Sequence Training, arXiv 2506.13996)
+    """
+    width = max(len(p) for p in block.parameters())
+    size = args.tile * args.config.intermediate_size // width // len(x)
+    if x.shape[1] <= size:
+        return forward(x)
+    return torch.cat([checkpoint(forward, tile, use_reentrant=False) for tile in x.split(size, 1)], 1)
+
+
+# Copied from tp.py
+def run_again(forward, args, x, **others):  # (b, s, h) -> (b, s, h)
+    """Keep a layer's input only, and run the layer again in the backward; offload: in the host's memory."""
+    host = args.recompute == "offload"
+    with save_on_cpu(pin_memory=args.device.type == "cuda") if host else nullcontext():
+        return checkpoint(forward, x, use_reentrant=False, **others)
+
+
+# Copied from tp.py
 def make_parallel(model, group, args):
     """This rank's share of model, in place, with the recomputation asked for."""
+    if args.recompute != "none":
+        layers = model.model.layers
+        blocks = [b for x in layers for b in (x.input_layernorm, x.post_attention_layernorm, x.mlp)]
+        for block in [*blocks, model.model.norm]:
+            block.forward = partial(run_in_tiles, block, block.forward, args)
     parallelize(model, group, args)
-    if args.recompute == "block":  # keep a layer's input only, and run the layer again in the backward
+    if args.recompute != "none":
         for layer in model.model.layers:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+            layer.forward = partial(run_again, layer.forward, args)
     return model
 
 
@@ -1170,7 +1197,9 @@ def parse(argv):
     add("--dtype", choices=["float32", "bfloat16", "float64"], default="float32")
     add("--attn", choices=["auto", "sdpa", "eager", "flash"], default="auto", help="auto: sdpa")
     add("--loss", choices=["chunked", "full"], default="chunked", help="chunked: full logits never exist")
-    add("--recompute", choices=["block", "none"], default="block", help="block: keep only layers' inputs")
+    again = "block: keep only layers' inputs, and run layers again; offload: keep those in the host's memory"
+    add("--recompute", choices=["block", "offload", "none"], default="block", help=again)
+    add("--tile", type=positive, default=16384, help="tokens an MLP takes at a time, if recomputed (16384)")
     fake = "fake: this one process is rank $RANK of $WORLD_SIZE and its peers are silent"
     add("--backend", choices=["auto", "gloo", "nccl", "fake"], default="auto", help=fake)
     add("--bench-iters", type=positive, metavar="N", help="default 5; 1 on a CPU above 8192 tokens")

@@ -44,12 +44,16 @@ def shaped(schedule, name):
     return ["pp.py", "--model", shape(name), "--schedule", schedule, "--virtual-stages", "1", *options]
 
 
+PLAIN = {
+    "full": ["--loss", "full", "--recompute", "none"],
+    "chunks": ["--length", "37", "--batch", "240", "--microbatches", "4"],
+    "tiles": ["--length", "64", "--recompute", "offload", "--tile", "7"],
+}
+
+
 def plain(name):
-    """No recomputation, the loss in one piece, several chunks of it."""
-    options = (
-        ["--loss", "full", "--recompute", "none"] if name == "full" else ["--length", "1101", "--batch", "2"]
-    )
-    return ["pp.py", *options, "--schedule", "zb"]
+    """No recomputation and the loss in one piece, several chunks of it, tiles."""
+    return ["pp.py", *PLAIN[name], "--schedule", "zb"]
 
 
 def bug(schedule, name):
@@ -82,10 +86,7 @@ def commands(ranks):
         rows += [all_modes(s, "4", "float32") for s in SCHEDULES]
         rows += [step(s, "7", "bfloat16") for s in SCHEDULES]
         rows += [bug("1f1b", name) for name in CULPRIT] + [bug("zb", name) for name in CULPRIT]
-        rows += [shaped(s, name) for s in ("1f1b", "zb") for name in SHAPES] + [
-            plain("full"),
-            plain("chunks"),
-        ]
+        rows += [shaped(s, name) for s in ("1f1b", "zb") for name in SHAPES] + list(map(plain, PLAIN))
         rows += [by_torch(s) for s in ("afab", "1f1b")]
     if ranks == 3:
         rows += [bug("interleaved", name) for name in CULPRIT]

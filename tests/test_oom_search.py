@@ -1,0 +1,332 @@
+"""oom_search.py: predictions of the real scripts, and the search against memory walls, kills and crashes."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ENVIRONMENT, ROOT, python
+
+sys.path.insert(0, str(ROOT))
+import oom_search  # noqa: E402
+
+# A strategy script with a memory wall in place of a model: PLAN says what a token takes and what goes wrong.
+FAKE = """
+import contextlib, json, os, time
+from pathlib import Path
+from types import SimpleNamespace
+import torch
+import torch.distributed as dist
+
+PLAN = json.loads(Path(__file__).with_suffix(".json").read_text())
+RANK = int(os.environ["RANK"])
+
+class Unusable(Exception):
+    pass
+
+def parse(argv):
+    if PLAN.get("refuse") == int(os.environ["WORLD_SIZE"]):
+        raise Unusable("these rank counts would do: 1")
+    return SimpleNamespace(length=int(argv[argv.index("--length") + 1]), dtype="bfloat16")
+
+def start(args):
+    with open(Path(__file__).with_suffix(".pids"), "a") as file:
+        print(os.getpid(), file=file)
+    args.config = SimpleNamespace(vocab_size=9, hidden_size=1, intermediate_size=1, head_dim=1)
+    args.device, args.attention, args.torch_dtype = torch.device("cpu"), "sdpa", torch.bfloat16
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group("gloo")
+    return SimpleNamespace(size=lambda: int(os.environ["WORLD_SIZE"]))
+
+float64_islands = lambda dtype: contextlib.nullcontext()
+load_model = lambda args: torch.nn.Linear(1, 1, device=args.device)
+make_parallel = lambda model, group, args: model
+proof_batch = lambda args: (None, None)
+
+def train_step(model, ids, labels, group, args):
+    if args.length > PLAN.get("crash_above", 1e9):
+        print("a line before")
+        raise ValueError("not a matter of memory")
+    if args.length > PLAN.get("oom_above", [1e9] * 8)[RANK]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+    time.sleep(PLAN.get("sleep", 0))
+    torch.empty(args.length * PLAN.get("mib", [1] * 8)[RANK], 2**20, dtype=torch.uint8, device=args.device)
+"""
+MACHINE = """
+import json, sys, oom_search as o
+o.PRELOAD, o.gpu_name = (), lambda: "a GPU of this test"
+for gpus, options in json.loads(sys.argv[1]):
+    o.gpu_count = lambda: gpus
+    status = o.main(["--json", "out.json", "--step", "16", *options])
+    print(f"exit {status}", flush=True)
+    open("outs.json", "a").write(json.dumps(json.load(open("out.json"))) + chr(10))
+"""  # several searches in one process, each on a machine with so many GPUs
+
+
+@pytest.fixture
+def folder(tmp_path):
+    shutil.copy(ROOT / "oom_search.py", tmp_path)
+    return tmp_path
+
+
+def fake(folder, **plans):
+    for name, plan in plans.items():
+        (folder / f"{name}.py").write_text(FAKE)
+        (folder / f"{name}.json").write_text(json.dumps(plan))
+
+
+def command(*searches):
+    """The command line of searches (number of GPUs, options) among the fakes of a folder."""
+    return [sys.executable, "-c", MACHINE, json.dumps(searches)]
+
+
+def run(folder, *searches):
+    """Run them; returns the CompletedProcess and the --json of each."""
+    (folder / "outs.json").unlink(missing_ok=True)
+    how = {"cwd": folder, "env": ENVIRONMENT, "capture_output": True, "text": True, "timeout": 120}
+    done = subprocess.run(command(*searches), **how)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done, [json.loads(line) for line in (folder / "outs.json").read_text().splitlines()]
+
+
+def journal(folder):
+    lines = (folder / ".oom_search.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def lengths(folder, script="tp.py"):
+    cases = [e["case"] for e in journal(folder) if e["case"]["script"] == script]
+    return [int(c["argv"][c["argv"].index("--length") + 1]) for c in cases]
+
+
+def alive(folder, name="tp"):
+    """Processes of probes that are still there; one that has ended may wait to be reaped by init."""
+    pids = [int(pid) for pid in (folder / f"{name}.pids").read_text().split()]
+    states = [f"/proc/{pid}/stat" for pid in pids if os.path.exists(f"/proc/{pid}")]
+    return [path for path in states if open(path).read().rsplit(")", 1)[1].split()[0] != "Z"]
+
+
+# The search itself, against walls
+
+
+def climb(wall, memory, first=192, second=None, seen=True):
+    """Run search() where lengths up to wall fit; memory(k) is what one takes. Returns (answer, tries)."""
+    walk, tries = oom_search.search(memory(wall), first, second), []
+    k = next(walk)
+    try:
+        while True:
+            tries.append(k)
+            k = walk.send((k <= wall, {k: memory(k)} if seen else {}))
+    except StopIteration as stop:
+        return stop.value, tries
+
+
+LINE, CURVE = lambda k: 1000 + 7 * k, lambda k: k * k
+STAIRS = lambda k: 1000 + k // 64 * 7000 + k % 64  # noqa: E731
+
+
+@pytest.mark.parametrize("wall", [0, 1, 5, 191, 192, 193, 700, 12345, 10**7])
+@pytest.mark.parametrize("memory", [LINE, CURVE, STAIRS])
+@pytest.mark.parametrize("seen", [True, False])
+def test_search_finds_any_wall(wall, memory, seen):
+    answer, tries = climb(wall, memory, seen=seen)
+    assert answer == wall
+    assert set(tries) >= {wall + 1} | ({wall} if wall else set()), "both sides of the answer were tried"
+    assert len(tries) == len(set(tries)), "nothing was tried twice"
+    assert len(tries) <= 40
+    if memory is LINE and seen and wall > 9:
+        assert len(tries) <= 6
+
+
+def test_search_takes_the_bracket_it_is_given():
+    assert climb(700, LINE, 100, 900)[1][:2] == [100, 900]
+    assert climb(700, LINE, 800, 900)[0] == 700, "--lo does not fit: it is lowered"
+    assert climb(7000, LINE, 100, 900)[0] == 7000, "--hi fits: it is raised"
+
+
+# Among fake scripts
+
+
+def test_table_ranks_that_differ_and_what_the_journal_saves(folder):
+    fake(folder, tp={}, sp_megatron={"refuse": 2}, pp={"mib": [1, 1, 1, 2]})
+    asked = ["--memory-gib", "5", "--nproc", "1", "2", "4", "--strategy", "tp", "sp", "pp"]
+    done, (out, again) = run(folder, (0, asked), (0, asked))
+    assert done.stdout.count("exit 0") == 2
+    found = {(r["strategy"], r["nproc"]): r for r in out["results"]}
+    assert out["memory_bytes"] == 5 * 2**30
+    for cell in [
+        ("tp", 1),
+        ("tp", 2),
+        ("tp", 4),
+        ("sp_megatron", 1),
+        ("sp_megatron", 4),
+        ("pp", 1),
+        ("pp", 2),
+    ]:
+        row = found[cell]  # 5120 tokens leave no room for the weight, of one number
+        assert (row["longest"], row["too_long"], row["how"]) == (5104, 5120, "predicted"), cell
+    assert found["pp", 4]["longest"] == 2544, "the last stage needs twice as much, and decides"
+    assert found["pp", 4]["ranks"] == [0, 2, 3] and len(found["pp", 4]["peak_memory_bytes"]) == 3
+    assert found["sp_megatron", 2]["longest"] is None
+    assert "these rank counts would do: 1" in found["sp_megatron", 2]["error"] and "unusable" in done.stdout
+    assert re.search(r"tp +5,104 +5,104 x1.00", done.stdout)
+    assert re.search(r"tp on 1: 5,104 fits, 5,120 does not \| \d+ probes, about .* left", done.stderr)
+    for row in found.values():
+        if row["longest"]:
+            assert sum(row["breakdown"].values()) == max(row["peak_memory_bytes"]) <= out["memory_bytes"]
+
+    first = len(journal(folder))
+    asked_again = 2  # sp on 2 ranks, in both searches: what is refused is no result
+    assert done.stderr.count("probes") == first + asked_again, "what is known is not probed again"
+    assert again == out
+    other = ["--memory-gib", "5", "--strategy", "tp", "--dtype", "float32", "--nproc", "1"]
+    run(folder, (0, other))
+    more = len(journal(folder)) - first
+    assert more > 0, "a changed option is another question"
+    with open(folder / "tp.py", "a") as file:
+        file.write("# changed\n")
+    run(folder, (0, other), (0, other))
+    assert len(journal(folder)) == first + 2 * more, "and so is a changed script"
+
+
+def test_an_error_is_not_out_of_memory(folder):
+    fake(folder, tp={"crash_above": 3000}, sp_megatron={}, sp_ulysses={"sleep": 60})
+    crash = ["--memory-gib", "5", "--strategy", "tp", "sp", "--jobs", "1", "--lo", "1024", "--hi", "4096"]
+    late = ["--strategy", "ulysses", "--nproc", "1", "--timeout", "1.5"]
+    done, (out, timeout) = run(folder, (0, crash), (0, late))
+    assert done.stdout.count("exit 1") == 2
+    one, two, sp, _ = out["results"]
+    assert one["longest"] is None and "ended without a result" in one["error"]
+    assert any("ValueError: not a matter of memory" in line for line in one["log"])
+    assert "ValueError: not a matter of memory" in done.stdout
+    assert two["verdict"] == "not tried" and sp["longest"] == 5104, "it stops its own strategy only"
+    assert lengths(folder) == [1024], "what had an error is tried again the next time"
+    assert "FAIL oom_search: tp on 1: its process ended without a result" in done.stdout
+
+    assert "no result after 1.5 s" in timeout["results"][0]["error"], "a timeout is an error, too"
+    assert not lengths(folder, "sp_ulysses.py") and not alive(folder, "sp_ulysses")
+
+
+def wait_for(true, seconds=60):
+    end = time.time() + seconds
+    while not true():
+        assert time.time() < end
+        time.sleep(0.05)
+
+
+def test_killed_and_resumed(folder):
+    fake(folder, tp={"sleep": 0.4})
+    search = (0, ["--memory-gib", "5", "--strategy", "tp", "--nproc", "1", "2", "--jobs", "1"])
+    job = subprocess.Popen(command(search), cwd=folder, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
+    wait_for(lambda: (folder / ".oom_search.jsonl").exists() and len(journal(folder)) >= 2)
+    job.kill()
+    job.wait()
+    with open(folder / ".oom_search.jsonl", "a") as file:
+        file.write('{"case": {"how": "predi')  # as if the kill had come in the middle of a line
+    before = len(journal(folder))
+    wait_for(lambda: not alive(folder))
+    _, (out,) = run(folder, search)
+    assert [row["longest"] for row in out["results"]] == [5104, 5104]
+    cases = [json.dumps(e["case"], sort_keys=True) for e in journal(folder)]
+    assert len(cases) == len(set(cases)) > before, "no probe was repeated"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted(folder, number):
+    fake(folder, tp={"sleep": 60})
+    job = subprocess.Popen(
+        command((0, ["--strategy", "tp"])), cwd=folder, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+    )
+    wait_for(lambda: (folder / "tp.pids").exists() and len((folder / "tp.pids").read_text().split()) == 2)
+    job.send_signal(number)
+    _, said = job.communicate(timeout=10)
+    assert "the same command goes on from here" in said
+    assert not alive(folder)
+
+
+def test_on_gpus_every_rank_must_fit(folder):
+    """Two ranks of one job, which meet over gloo here: rank 1 runs out of memory, and rank 0 waits."""
+    fake(folder, tp={"oom_above": [900, 500]})
+    options = ["--strategy", "tp", "--memory-gib", "8"]
+    measured = [*options, "--nproc", "2", "--lo", "496", "--hi", "512"]
+    emulated = [*options, "--nproc", "4", "--lo", "896", "--hi", "912"]
+    done, (real, alone) = run(folder, (2, measured), (1, emulated))
+    row = real["results"][0]
+    assert (row["longest"], row["how"], row["ranks"]) == (496, "measured", [0, 1]), done.stdout
+    assert len(row["peak_memory_bytes"]) == 2
+    assert [e["result"]["verdict"] for e in journal(folder)] == ["ran", "oom"] * 2
+    row = alone["results"][0]
+    assert (row["longest"], row["how"], row["ranks"]) == (896, "emulated", [0]), done.stdout
+    assert not alive(folder)
+
+
+# The real scripts
+
+
+PAIR = """
+import json, sys, torch.distributed as dist, oom_search as o
+common = ["--model", "tiny", "--dtype", "float32", "--attn", "eager", "--batch", "2", "--length", "512"]
+common += ["--mode", "benchmark", "--backend", "fake"]
+for name in ("tp.py", "sp_megatron.py", "sp_ulysses.py"):
+    o.load_script(o.HERE / name).main([*common, "--bench-iters", "1", "--json", sys.argv[1]])
+    real = json.load(open(sys.argv[1]))["benchmark"]["peak_memory_bytes"][0]
+    case = {"how": "predicted", "script": name, "flash": True, "argv": common}
+    print("PAIR", json.dumps([name, real, o.run_step(case)]))
+    dist.destroy_process_group()
+"""
+
+
+def test_prediction_is_what_a_run_takes(tmp_path):
+    """Each script's predicted peak against the live tensors of its own benchmark mode on a CPU."""
+    done = python("-c", PAIR, tmp_path / "real.json", env={"RANK": "1", "WORLD_SIZE": "2"})
+    pairs = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("PAIR")]
+    assert len(pairs) == 3, done.stderr
+    for name, real, predicted in pairs:
+        assert abs(predicted["peak"] / real - 1) < 0.01, (name, predicted, real)
+        assert sum(predicted["breakdown"].values()) == predicted["peak"]
+
+
+def test_full_logits_cost_what_they_weigh(tmp_path):
+    """llama-3.2-1b: SP doubles; full logits are most of the memory."""
+    options = ["--strategy", "sp", "--memory-gib", "8", "--journal", tmp_path / "journal", "--step", "1024"]
+    options += ["--json", tmp_path / "out.json", "--plot", tmp_path / "out.png", "--loss", "full"]
+    done = python("oom_search.py", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    out = json.loads((tmp_path / "out.json").read_text())
+    one, two = out["results"]
+    assert two["longest"] >= 1.8 * one["longest"]
+    assert one["breakdown"]["logits"] >= 10 * one["longest"] * 128256, "bfloat16 once, and float32 twice"
+    assert one["peak_memory_bytes"][0] <= out["memory_bytes"]
+    assert (tmp_path / "out.png").stat().st_size > 10000
+    assert done.stdout.strip().splitlines()[-1].startswith("PASS oom_search: 2 of 2 limits found")
+
+
+BAD = [
+    (["--nproc", "0"], "argument --nproc: 0 is not a whole number above 0"),
+    (["--memory-gib", "none"], "argument --memory-gib: none is not a number above 0"),
+    (["--lo", "9", "--hi", "8"], "--lo 9 is not below --hi 8"),
+    (["--strategy", "dp"], "argument --strategy: invalid choice: 'dp'"),
+    (["--gpu", "h100", "--memory-gib", "9"], "give one of them"),
+    (["--how", "measured"], "--how measured on 2 GPUs, and this machine has"),
+    (["--how", "emulated"], "--how emulated needs one GPU; predicted needs none"),
+    (["--json", "/nowhere/at/all.json"], "cannot write /nowhere/at/all.json"),
+]
+
+
+@pytest.mark.parametrize("options,message", BAD)
+def test_bad_input_is_one_line(capsys, monkeypatch, options, message):
+    monkeypatch.setattr(oom_search, "gpu_count", lambda: 0)
+    assert oom_search.main(options) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1
+    assert message in said.err
+
+
+def test_a_model_that_is_none_is_unusable(tmp_path):
+    done = python("oom_search.py", "--model", "./nowhere", "--journal", tmp_path / "journal")
+    assert done.returncode == 2 and "no such model directory: ./nowhere" in done.stderr
