@@ -240,6 +240,8 @@ def parallel_block(block, group):
 def check_shape(args, world):
     """Raise Unusable where this model cannot be cut over world ranks."""
     head_range(args.config, 0, world)
+    if args.dtensor:  # no tiles: each would send its own small messages
+        args.tile = args.batch * args.length
     sizes = [args.config.num_key_value_heads, args.config.intermediate_size, args.config.vocab_size]
     if args.dtensor and any(size % world for size in sizes):
         works = ", ".join(str(w) for w in range(1, world) if not any(size % w for size in sizes))

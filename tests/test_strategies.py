@@ -115,7 +115,7 @@ def chunked(script):
 
 
 def tiled(script):
-    """MLP and norms in tiles of which the last is shorter, layers' inputs in the host's memory."""
+    """MLP and norms in tiles of which the last is shorter (not DTensor's), inputs in the host's memory."""
     model = [] if script == "tp_dtensor" else ["--model", shape("kv4")]
     options = ["--recompute", "offload", "--tile", "7", "--length", "64", "--bench-iters", "1"]
     return [*SCRIPTS[script], *model, *options, "--dtype", "float64", "--mode", "all"]

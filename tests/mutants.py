@@ -1,0 +1,329 @@
+"""Mutation proof: change the lesson of each script in many small ways; correctness must catch every change.
+
+    python tests/mutants.py                      # all mutants of the four scripts: about half an hour
+    python tests/mutants.py --every 5            # every fifth of them
+    python tests/mutants.py --only tp.py:split   # those whose name contains this
+    python tests/mutants.py --list               # their names
+
+A mutant is a script with one change in its sections 2 to 4 (Communication, Sharding, Loss), made from its
+syntax tree by the OPERATORS below. Code that stands in several scripts is changed in its original only. A
+mutant runs --mode correctness as TRIALS say, on 2 and on 3 ranks; it is caught by the first rank that does
+not exit with 0, or that is not done in TIMEOUT seconds. Those that no trial can catch, because they compute
+the same, stand in EQUIVALENT with the reason. Exit status: 0 if exactly these survive, 1 if not.
+"""
+
+import argparse
+import ast
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ["tp.py", "sp_megatron.py", "sp_ulysses.py", "pp.py"]
+TIMEOUT = 30  # seconds; a trial takes about one
+NOT_RUN = {  # what correctness without further options never runs; each has tests of its own
+    "expected_traffic": "benchmark mode's formula",
+    "check_shape": "refuses what cannot work",
+    "parallelize_dtensor": "--dtensor",
+    "TorchPipeline": "--torch",
+    "bubble_formula": "--mode schedule",
+    "bubble": "--mode schedule",
+    "most_in_flight": "--mode schedule",
+    "simulate": "--mode schedule",
+}
+SWAPS = {  # a function and the one that it is mistaken for
+    "copy_to_tp_region": "reduce_from_tp_region",
+    "reduce_from_tp_region": "copy_to_tp_region",
+    "gather_from_sp_region": "reduce_scatter_to_sp_region",
+    "reduce_scatter_to_sp_region": "gather_from_sp_region",
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+    "tokens_to_heads": "heads_to_tokens",
+    "heads_to_tokens": "tokens_to_heads",
+    "column_parallel": "row_parallel",
+    "send": "receive",
+}
+COLLECTIVES = {*SWAPS, "all_reduce", "all_to_all"} - {"column_parallel", "send"}
+OTHER = {
+    ast.Add: "-", ast.Sub: "+", ast.Mult: "//", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "//",
+    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
+    ast.Is: "is not", ast.IsNot: "is", ast.BitOr: "&", ast.And: "or", ast.Or: "and",
+}  # fmt: skip
+SIGNS = {
+    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%",
+    ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=",
+    ast.Is: "is", ast.IsNot: "is not", ast.BitOr: "|", ast.And: "and", ast.Or: "or",
+}  # fmt: skip
+
+SMALL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 101,
+    "hidden_size": 48, "intermediate_size": 46, "num_attention_heads": 12, "initializer_range": 0.2,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+MODELS = {
+    "shared_kv": {"num_hidden_layers": 2, "num_key_value_heads": 1, "tie_word_embeddings": True,
+                  "attention_bias": True, "mlp_bias": True, "pad_token_id": 60},
+    "own_kv": {"num_hidden_layers": 2, "num_key_value_heads": 3, "tie_word_embeddings": False},
+    "deep": {"num_hidden_layers": 7, "num_key_value_heads": 4, "tie_word_embeddings": True,
+             "attention_bias": True},
+}  # fmt: skip
+PLAIN = [
+    ["--model", "shared_kv", "--length", "13", "--batch", "2", "--attn", "eager"],
+    ["--model", "own_kv", "--length", "5", "--batch", "1500"],  # the loss in several chunks
+]
+MICROBATCHED = ["--model", "deep", "--length", "13", "--batch", "5", "--microbatches", "3", "--schedule"]
+TRIALS = {script: PLAIN for script in SCRIPTS} | {
+    "pp.py": [[*MICROBATCHED, schedule] for schedule in ("1f1b", "zb", "interleaved", "afab")]
+}
+
+EQUIVALENT = {}
+
+
+class Mutant(NamedTuple):
+    """One change: name "SCRIPT:FUNCTION: old -> new", the script, and its whole text with the change."""
+
+    name: str
+    script: str
+    source: str
+
+
+# ---------------------------------------------------------------------------------------------------
+# Making them
+# ---------------------------------------------------------------------------------------------------
+
+
+def changes(node, text):
+    """The changes of one node of a syntax tree: (the part of the node that is replaced, its new text)."""
+    if isinstance(node, ast.Call) and (name := called(node)) in COLLECTIVES and node.args:
+        yield node, text(node.args[0])  # the collective is forgotten
+        rest = "".join(f", {text(a)}" for a in node.args[1:])
+        rest += "".join(f", {k.arg}={text(k.value)}" for k in node.keywords)
+        if not isinstance(node.func, ast.Attribute):
+            yield node, f"{name}({text(node)}{rest})"  # done twice
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in SWAPS:
+        yield node, SWAPS[node.id]
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        yield node, str(node.value + 1)
+    if isinstance(node, ast.Constant) and type(node.value) is bool:
+        yield node, str(not node.value)
+    if isinstance(node, (ast.BinOp, ast.Compare, ast.BoolOp)):
+        sign = type(node.ops[0] if isinstance(node, ast.Compare) else node.op)
+        if sign in OTHER:
+            yield node, swapped_sign(node, sign, text)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.Invert, ast.Not)):
+        yield node, text(node.operand)
+    if isinstance(node, ast.If):
+        yield node.test, f"not ({text(node.test)})"
+    if isinstance(node, ast.IfExp):
+        yield node, f"({text(node.orelse)} if {text(node.test)} else {text(node.body)})"
+    if isinstance(node, ast.Expr) and isinstance(node.value, (ast.Call, ast.Yield)):
+        yield node, "pass"  # a statement is forgotten
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
+        yield node, "pass"
+    if isinstance(node, ast.AugAssign):
+        yield node, "pass"
+        yield node, f"{text(node.target)} = {text(node.value)}"
+
+
+def called(call):
+    """The name of the function that a call calls, without its module."""
+    return getattr(call.func, "attr", None) or getattr(call.func, "id", None)
+
+
+def swapped_sign(node, sign, text):
+    """The text of an operation or comparison with another sign."""
+    if isinstance(node, ast.BoolOp):
+        return f" {OTHER[sign]} ".join(text(value) for value in node.values)
+    left = node.left
+    right = node.comparators[0] if isinstance(node, ast.Compare) else node.right
+    rest = text(node)[len(text(left)) :]
+    if isinstance(node, ast.Compare) and len(node.ops) > 1:  # a <= b < c: the first sign
+        return text(left) + rest.replace(SIGNS[sign], OTHER[sign], 1)
+    return (
+        text(left) + rest[: len(rest) - len(text(right))].replace(SIGNS[sign], OTHER[sign], 1) + text(right)
+    )
+
+
+def mutants(script):
+    """All mutants of one script, in the order of its lines."""
+    source = (ROOT / script).read_text()
+    lines = source.splitlines(keepends=True)
+    banners = [i + 1 for i, line in enumerate(lines) if line.startswith(("# 2. ", "# 5. "))]
+    starts = [0]  # where each line begins, in bytes, as the syntax tree counts
+    for line in lines:
+        starts.append(starts[-1] + len(line.encode()))
+    data = source.encode()
+
+    def place(node):
+        return starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
+
+    def text(node):
+        begin, end = place(node)
+        return data[begin:end].decode()
+
+    found, names = [], Counter()
+    for top in ast.parse(source).body:
+        copied = (
+            lines[first_line(top) - 2].startswith("# Copied from ")
+            and f"from {script}" not in lines[first_line(top) - 2]
+        )
+        if not banners[0] < top.lineno < banners[1] or copied or getattr(top, "name", "") in NOT_RUN:
+            continue
+        for function in [n for n in ast.walk(top) if isinstance(n, ast.FunctionDef)]:
+            where = function.name if function is top else f"{top.name}.{function.name}"
+            inner = {
+                n
+                for f in ast.walk(function)
+                if isinstance(f, ast.FunctionDef) and f is not function
+                for n in ast.walk(f)
+            }
+            for node in [n for statement in function.body for n in ast.walk(statement) if n not in inner]:
+                for part, new in changes(node, text):
+                    begin, end = place(part)
+                    mutated = (data[:begin] + new.encode() + data[end:]).decode()
+                    with contextlib.suppress(SyntaxError):  # a keyword argument's order, or the like
+                        ast.parse(mutated)
+                        name = f"{script}:{where}: {' '.join(text(part).split())} -> {' '.join(new.split())}"
+                        names[name] += 1
+                        name += f" (no. {names[name]})" if names[name] > 1 else ""
+                        found.append(((begin, end), Mutant(name, script, mutated)))
+    return [mutant for _, mutant in sorted(found, key=lambda pair: pair[0])]
+
+
+def first_line(node):
+    """Its first line, decorators included."""
+    return min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
+
+
+# ---------------------------------------------------------------------------------------------------
+# Running them: torch is loaded once, each rank of each trial is a fork
+# ---------------------------------------------------------------------------------------------------
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def be_rank(rank, world, port, mutant, argv, output):
+    """The life of one rank of a trial; does not return."""
+    status = 1
+    try:
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+        os.dup2(1, 2)
+        signal.alarm(TIMEOUT + 5)  # not even if the parent is killed does a rank stay
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+        os.environ |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        sys.argv = [str(ROOT / mutant.script), *argv]
+        exec(compile(mutant.source, sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
+        status = 0
+    except SystemExit as stop:
+        status = stop.code if isinstance(stop.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def trial(world, mutant, argv, output):
+    """Run a mutant on world ranks; returns why it is caught, or None."""
+    Path(output).write_text("")
+    port = free_port()
+    running, verdict, end = set(), None, time.time() + TIMEOUT
+    for rank in range(world):
+        pid = os.fork()
+        if not pid:
+            be_rank(rank, world, port, mutant, argv, output)
+        running.add(pid)
+    while running and not verdict:
+        for pid in list(running):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                running.discard(pid)
+                code = os.waitstatus_to_exitcode(status)
+                verdict = verdict or (f"exit {code}" if code else None)
+        if time.time() > end:
+            verdict = "hangs"
+        time.sleep(0.005)
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return verdict
+
+
+def caught(mutant, folder):
+    """What catches a mutant: "2 ranks, exit 1: the last line it said", or None if nothing does."""
+    output = f"{folder}/output"
+    for world in (2, 3):
+        for argv in TRIALS[mutant.script]:
+            argv = [f"{folder}/{a}" if a in MODELS else a for a in argv]
+            verdict = trial(world, mutant, ["--mode", "correctness", *argv], output)
+            if verdict:
+                said = Path(output).read_text(errors="replace").strip().splitlines() or [""]
+                return f"{world} ranks, {verdict}: {said[-1][:100]}"
+    return None
+
+
+def prepare(folder):
+    """The models' configs; and torch, once for all forks."""
+    for name, config in MODELS.items():
+        Path(folder, name).mkdir()
+        Path(folder, name, "config.json").write_text(json.dumps(SMALL | config))
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for script in SCRIPTS:
+        source = ast.parse((ROOT / script).read_text())
+        imports = [n for n in source.body if isinstance(n, (ast.Import, ast.ImportFrom))]
+        exec(compile(ast.Module(imports, []), script, "exec"), {})
+
+
+def main(argv=None):
+    """Returns the exit status: 0 if the mutants that survive are those known to be equivalent."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="every Nth mutant only")
+    parser.add_argument("--only", default="", metavar="TEXT", help="those whose name contains it")
+    parser.add_argument("--list", action="store_true", help="name them, run none")
+    args = parser.parse_args(argv)
+    chosen = [m for script in SCRIPTS for m in mutants(script) if args.only in m.name][:: args.every]
+    if args.list:
+        print(*(m.name for m in chosen), sep="\n")
+        return 0
+    wrong, scores = [], {script: Counter() for script in SCRIPTS}
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(folder)
+        for script in SCRIPTS:
+            unchanged = Mutant(f"{script}: unchanged", script, (ROOT / script).read_text())
+            if any(m.script == script for m in chosen) and (why := caught(unchanged, folder)):
+                raise SystemExit(f"{script} itself does not pass: {why}")
+        for mutant in chosen:
+            why, known = caught(mutant, folder), mutant.name in EQUIVALENT
+            scores[mutant.script]["equivalent" if known else "caught" if why else "SURVIVED"] += 1
+            if known == bool(why):
+                wrong.append(mutant.name)
+            print(
+                f"{'caught' if why else 'equivalent' if known else 'SURVIVED'}  {mutant.name}  {why or ''}",
+                flush=True,
+            )
+    print(f"\n{'':16}{'mutants':>8}{'caught':>8}{'equivalent':>12}{'survived':>10}")
+    for script, score in scores.items():
+        row = score["caught"], score["equivalent"], score["SURVIVED"]
+        print(f"{script:16}{sum(row):8}{row[0]:8}{row[1]:12}{row[2]:10}")
+    if wrong:
+        print("", *(f"not as EQUIVALENT says: {name}" for name in wrong), sep="\n")
+    print(f"\n{'FAIL' if wrong else 'PASS'} mutants: {len(wrong)} of {len(chosen)} not as expected")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
