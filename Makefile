@@ -12,7 +12,7 @@ demo: $(VENV)/installed
 	$(VENV)/bin/torchrun --nproc_per_node=2 sp_megatron.py --mode correctness
 
 test: $(VENV)/installed-test lint
-	$(VENV)/bin/python -m pytest -m "not slow"
+	$(VENV)/bin/python -m pytest -m "not slow" -n 2 --dist loadfile
 
 test-slow: $(VENV)/installed-test
 	$(VENV)/bin/python -m pip install -q -e '.[gguf]'

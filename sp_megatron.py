@@ -288,7 +288,7 @@ def parallelize(model, group, args):
     model.model.embed_tokens = embedding
     for parameter in model.parameters():
         if not hasattr(parameter, "part"):  # the norms: whole on every rank, but each sees its tokens only
-            parameter.copies, parameter.sum_over = world, group
+            parameter.copies, parameter.sum_over = world, group if world > 1 else None
 
 
 # Copied from tp.py
