@@ -313,16 +313,23 @@ def probe(case, result):
     threading.Thread(target=watch, daemon=True).start()
     warnings.filterwarnings("ignore", category=FutureWarning)
     transformers.logging.set_verbosity_error()
-    write_whole(result, json.dumps(run_step(case)))
+    found = json.dumps(run_step(case))
+    write_whole(result, lambda path: Path(path).write_text(found))
     if case["how"] == "measured":  # whoever leaves first may take the connection with it
         dist.barrier()
 
 
-def write_whole(path, text):
-    """Write a file whole or not at all."""
-    draft = f"{path}.{os.getpid()}"
-    Path(draft).write_text(text)
-    os.replace(draft, path)
+# Copied from tp.py
+def write_whole(path, write):
+    """Have write(another path) make the file, then name it path: whole or not at all, or Unusable."""
+    draft = f"{path}.{os.getpid()}{Path(path).suffix}"
+    try:
+        write(draft)
+        os.replace(draft, path)
+    except (OSError, ValueError) as problem:  # a full disk; a picture of a kind that matplotlib lacks
+        raise Unusable(f"cannot write {path}: {problem}") from None
+    finally:
+        Path(draft).unlink(missing_ok=True)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -527,14 +534,17 @@ def read_journal(path):
 
 def append(path, entry):
     """One line more, at once and whole; after a line that was cut short it begins a new one."""
-    with open(path, "ab+") as file:
-        start = b""
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            start = b"" if file.read(1) == b"\n" else b"\n"
-        file.write(start + json.dumps(entry).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(path, "ab+") as file:
+            start = b""
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                start = b"" if file.read(1) == b"\n" else b"\n"
+            file.write(start + json.dumps(entry).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as problem:  # a full disk: the search can do without, its resumption cannot
+        print(f"error: cannot write the journal {path}: {problem.strerror}", file=sys.stderr)
 
 
 def run_all(options):
@@ -661,7 +671,7 @@ def report(rows, options):
 COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999"]
 
 
-def draw(rows, options):
+def draw(rows, options, path):
     """The picture of --plot: lengths as bars, and what fills the memory at the limit."""
     import matplotlib
 
@@ -698,9 +708,7 @@ def draw(rows, options):
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"{options.model}, {options.dtype}, batch {options.batch}, {options.where}")
     figure.tight_layout()
-    draft = f"{options.plot}.{os.getpid()}{Path(options.plot).suffix}"
-    figure.savefig(draft, dpi=120)
-    os.replace(draft, options.plot)
+    figure.savefig(path, dpi=120)
 
 
 def short(tokens):
@@ -835,11 +843,15 @@ def main(argv=None):
         return 2
     answered = report(rows, options)
     keys = ("model", "dtype", "batch", "loss", "recompute", "memory_bytes", "step")
-    if options.json:
-        text = json.dumps({key: getattr(options, key) for key in keys} | {"results": rows}, indent=1)
-        write_whole(options.json, text + "\n")
-    if options.plot:
-        draw(rows, options)
+    text = json.dumps({key: getattr(options, key) for key in keys} | {"results": rows}, indent=1) + "\n"
+    try:
+        if options.json:
+            write_whole(options.json, lambda path: Path(path).write_text(text))
+        if options.plot:
+            write_whole(options.plot, partial(draw, rows, options))
+    except Unusable as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
     return 0 if answered else 1
 
 

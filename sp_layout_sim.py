@@ -878,10 +878,15 @@ def positive(text):
 
 # Copied from tp.py
 def write_whole(path, write):
-    """Have write(another path) make the file, then name it path: whole or not at all."""
+    """Have write(another path) make the file, then name it path: whole or not at all, or Unusable."""
     draft = f"{path}.{os.getpid()}{Path(path).suffix}"
-    write(draft)
-    os.replace(draft, path)
+    try:
+        write(draft)
+        os.replace(draft, path)
+    except (OSError, ValueError) as problem:  # a full disk; a picture of a kind that matplotlib lacks
+        raise Unusable(f"cannot write {path}: {problem}") from None
+    finally:
+        Path(draft).unlink(missing_ok=True)
 
 
 def parse(argv):
@@ -967,19 +972,19 @@ def main(argv=None):
     """Returns the exit status: 0 all held, 1 a check failed, 2 unusable arguments."""
     try:
         args = parse(argv)
+        if args.bug == "list":
+            say_rows([[bug.__name__, ", ".join(layouts), bug.__doc__] for bug, layouts in BREAKS.items()])
+            return 0
+        results = run(args)
+        report(results, args)
+        if args.json:
+            plain = json.loads(json.dumps(results), parse_constant=lambda name: None)  # JSON has no NaN: null
+            write_whole(args.json, lambda path: Path(path).write_text(json.dumps(plain, indent=1) + "\n"))
+        if args.plot:
+            write_whole(args.plot, partial(draw, results, args))
     except Unusable as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
-    if args.bug == "list":
-        say_rows([[bug.__name__, ", ".join(layouts), bug.__doc__] for bug, layouts in BREAKS.items()])
-        return 0
-    results = run(args)
-    if args.json:
-        plain = json.loads(json.dumps(results), parse_constant=lambda name: None)  # JSON has no NaN: null
-        write_whole(args.json, lambda path: Path(path).write_text(json.dumps(plain, indent=1) + "\n"))
-    if args.plot:
-        write_whole(args.plot, partial(draw, results, args))
-    report(results, args)
     return 0 if results["passed"] else 1
 
 

@@ -28,14 +28,20 @@ shrink by P; the activations between the blocks do not (that is what sp_megatron
 
 import argparse
 import copy
+import datetime
 import gc
 import importlib.util
 import json
 import math
 import os
+import re
+import signal
+import socket
 import statistics
 import sys
+import threading
 import time
+import traceback
 import types
 import urllib.error
 import urllib.request
@@ -257,7 +263,7 @@ def parallelize(model, group, args):
     (q0, q1), (k0, k1), copies = head_range(config, rank, world)
     i0, i1 = split(config.intermediate_size, rank, world)
     v0, v1 = split(config.vocab_size, rank, world)
-    same_kv, d = kv_group(group, copies), config.head_dim
+    same_kv, d = kv_group(group, copies, args), config.head_dim
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         column_parallel(attention.q_proj, q0 * d, q1 * d)
@@ -299,12 +305,12 @@ def parallelize_dtensor(model, group):
 
 
 # Copied from tp.py
-def kv_group(group, copies):
+def kv_group(group, copies, args):
     """The ranks that hold the same KV heads as this one; None where no other does."""
     if copies == 1:
         return None
     ranks = dist.get_process_group_ranks(group)
-    groups = [dist.new_group(ranks[i : i + copies]) for i in range(0, len(ranks), copies)]
+    groups = [dist.new_group(ranks[i : i + copies], args.wait) for i in range(0, len(ranks), copies)]
     return groups[group.rank() // copies]  # each rank has to take part in making all of them
 
 
@@ -1206,6 +1212,7 @@ def parse(argv):
     add("--backend", choices=["auto", "gloo", "nccl", "fake"], default="auto", help=fake)
     add("--bench-iters", type=positive, metavar="N", help="default 5; 1 on a CPU above 8192 tokens")
     add("--seed", type=int, default=0, help="of random weights and tokens (0)")
+    add("--timeout", type=positive, default=600, metavar="S", help="seconds to wait for another rank (600)")
     add("--text", metavar="FILE", help="what to learn (Python's own help topics)")
     add("--json", metavar="FILE", help="write the results")
     add("--plot", metavar="FILE", help="draw them")
@@ -1213,6 +1220,7 @@ def parse(argv):
     add("--inject-bug", metavar="NAME", help="run with a bug that correctness must catch; list: name them")
     add_options(parser)
     args = parser.parse_args(argv)
+    args.store = None
     if args.inject_bug not in (None, "list", *(bug.__name__ for bug in BUGS)):
         raise Unusable(f"no bug {args.inject_bug}; --inject-bug list names them")
     if args.length < 2:
@@ -1230,8 +1238,11 @@ def parse(argv):
 
 
 # Copied from tp.py
-def start(args):
-    """Choose the device, read the model's config, join the other ranks; returns the process group."""
+def start(args, over):
+    """Choose the device, read the model's config, join the other ranks; returns the process group.
+
+    Until over is set a thread says where this rank is, for the case that another waits for it in vain.
+    """
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local, neighbours = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     gpus = torch.cuda.device_count()
@@ -1255,10 +1266,19 @@ def start(args):
     check_shape(args, world)
     if cuda:
         torch.cuda.set_device(args.device)
-    where = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    args.wait = datetime.timedelta(seconds=args.timeout)
     if args.backend == "fake":
-        where = {"store": fake_pg.FakeStore(), "rank": rank, "world_size": world}
-    dist.init_process_group("cpu:gloo,cuda:nccl" if args.backend == "nccl" else args.backend, **where)
+        store = fake_pg.FakeStore()
+    elif "RANK" not in os.environ:
+        store = dist.HashStore()
+    else:
+        store = next(dist.rendezvous("env://", timeout=args.wait))[0]
+        args.store = dist.PrefixStore("signs", store)
+        args.store.set(f"at {rank}", "start")
+        args.store.set(f"process {rank}", f"{socket.gethostname()} {os.getpid()}")
+        threading.Thread(target=give_signs, args=(args.store, rank, over), daemon=True).start()
+    backend = "cpu:gloo,cuda:nccl" if args.backend == "nccl" else args.backend
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=args.wait)
     if world == 1:
         say(f"one rank; for more: torchrun --nproc_per_node=2 {' '.join(sys.argv)}")
     return dist.group.WORLD
@@ -1266,10 +1286,15 @@ def start(args):
 
 # Copied from tp.py
 def write_whole(path, write):
-    """Have write(another path) make the file, then name it path: whole or not at all."""
+    """Have write(another path) make the file, then name it path: whole or not at all, or Unusable."""
     draft = f"{path}.{os.getpid()}{Path(path).suffix}"
-    write(draft)
-    os.replace(draft, path)
+    try:
+        write(draft)
+        os.replace(draft, path)
+    except (OSError, ValueError) as problem:  # a full disk; a picture of a kind that matplotlib lacks
+        raise Unusable(f"cannot write {path}: {problem}") from None
+    finally:
+        Path(draft).unlink(missing_ok=True)
 
 
 # Copied from tp.py
@@ -1292,15 +1317,59 @@ def run(args, group):
     with float64_islands(args.dtype):
         results |= {"device": args.device.type, **{mode: check(args, group) for mode, check in modes.items()}}
     results = json.loads(json.dumps(results), parse_constant=lambda name: None)  # JSON has no NaN: null
+    failed = [mode for mode in modes if not results[mode]["passed"]]
+    if len(modes) > 1:
+        say(f"FAIL {STRATEGY}: {', '.join(failed)}" if failed else f"PASS {STRATEGY}: {', '.join(modes)}")
     if speaks() and args.json:
         write_whole(args.json, lambda path: Path(path).write_text(json.dumps(results, indent=1) + "\n"))
     if speaks() and args.plot:
         write_whole(args.plot, partial(draw, results))
-    failed = [mode for mode in modes if not results[mode]["passed"]]
-    if len(modes) > 1:
-        say(f"FAIL {STRATEGY}: {', '.join(failed)}" if failed else f"PASS {STRATEGY}: {', '.join(modes)}")
     synchronize(args, group)  # no rank leaves, and ends the others, before rank 0 has written
     return not failed
+
+
+# Copied from tp.py
+def place(stack):
+    """Where in this file a stack is: "check_correctness > observe > train_step"."""
+    names = [frame.name for frame in stack if frame.filename == place.__code__.co_filename]
+    return " > ".join(name for name in names if name not in ("<module>", "main", "run", "<dictcomp>"))
+
+
+# Copied from tp.py
+def give_signs(store, rank, over):
+    """A thread: says again and again, in the store that all ranks share, where this rank is."""
+    thread = threading.main_thread().ident
+    while not over.wait(0.2):
+        store.set(f"at {rank}", place(traceback.extract_stack(sys._current_frames()[thread])))
+
+
+# Copied from tp.py
+def explain(problem, args):
+    """Say why this rank cannot go on: by itself, or because it waited in vain, and for whom."""
+    rank, world, text = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), str(problem)
+    here = place(traceback.extract_tb(problem.__traceback__))
+
+    def known(key):
+        return args.store.get(key).decode() if args.store.check([key]) else "no place"
+
+    if args.store is not None and re.search("timed? ?out", text, re.IGNORECASE):
+        args.store.set(f"waited {rank}", here)
+        time.sleep(3)  # the others give up at about the same time
+        waited = [args.store.check([f"waited {r}"]) for r in range(world)]
+        for r in range(world) if rank == waited.index(True) else ():
+            if not waited[r]:
+                lost = f"rank {r} did not answer for {args.timeout} s (--timeout)"
+                lost += f", last seen in {known(f'at {r}')}; rank {rank} waited in {here}"
+                print(f"error: {lost}", file=sys.stderr, flush=True)
+                host, pid = known(f"process {r}").split()  # "no place" where it never came so far
+                if host == socket.gethostname():  # torchrun would wait half a minute more for a stopped one
+                    os.kill(int(pid), signal.SIGKILL)
+    elif args.store is not None and re.search("peer|closed|reset|broken pipe", text, re.IGNORECASE):
+        time.sleep(10)  # another rank has gone, which torchrun names, and ends us
+    else:
+        traceback.print_exception(problem)
+        print(f"error: rank {rank} failed in {here}: {type(problem).__name__}", file=sys.stderr, flush=True)
+    return 1
 
 
 # Copied from tp.py
@@ -1311,6 +1380,7 @@ def main(argv=None):
         transformers.logging.disable_progress_bar()
     # torch 2.13 renames all_gather_into_tensor and reduce_scatter_tensor; 2.11 knows only these names
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    args, over = None, threading.Event()
     try:
         args = parse(argv)
         if args.inject_bug == "list":
@@ -1318,14 +1388,17 @@ def main(argv=None):
             return 0
         if args.mode in OWN_MODES:
             return 0 if OWN_MODES[args.mode](args) else 1
-        return 0 if run(args, start(args)) else 1
+        return 0 if run(args, start(args, over)) else 1
     except Unusable as problem:
         if speaks():
             print(f"error: {problem}", file=sys.stderr)
         else:
             time.sleep(30)  # torchrun ends all ranks as soon as one goes: let rank 0 speak first
         return 2
+    except Exception as problem:
+        return explain(problem, args)
     finally:
+        over.set()
         if dist.is_initialized():
             dist.destroy_process_group()
             gc.collect()  # gloo's threads must end before Python does, and garbage still holds the group

@@ -253,10 +253,15 @@ def positive(text):
 
 # Copied from tp.py
 def write_whole(path, write):
-    """Have write(another path) make the file, then name it path: whole or not at all."""
+    """Have write(another path) make the file, then name it path: whole or not at all, or Unusable."""
     draft = f"{path}.{os.getpid()}{Path(path).suffix}"
-    write(draft)
-    os.replace(draft, path)
+    try:
+        write(draft)
+        os.replace(draft, path)
+    except (OSError, ValueError) as problem:  # a full disk; a picture of a kind that matplotlib lacks
+        raise Unusable(f"cannot write {path}: {problem}") from None
+    finally:
+        Path(draft).unlink(missing_ok=True)
 
 
 def find_lab(name):
@@ -296,6 +301,8 @@ def grade_one(lab_file, world, answers, name, seed, timeout):
             return True, on_ranks(world, check_answers, *arguments, timeout=timeout)[0], ""
     except SyntaxError as problem:
         return False, f"{type(problem).__name__}: {problem.msg}: {(problem.text or '').strip()}", ""
+    except ValueError as problem:  # Python 3.11's compile, of a null byte
+        return False, f"ValueError: {problem}", ""
     except Wrong as wrong:
         return False, wrong.found, wrong.hint
 

@@ -8,6 +8,7 @@ exit status, what rank 0 printed, and the results of its --json.
 """
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -23,7 +24,6 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parent.parent
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 STORE = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-INIT = dist.init_process_group  # each case gets keys of its own in the store: none may meet another's address
 
 
 def run_case(number, command):
@@ -32,8 +32,8 @@ def run_case(number, command):
     results = Path(tempfile.gettempdir()) / f"many_{os.environ['TORCHELASTIC_RUN_ID']}_{number}.json"
     sys.argv = [str(ROOT / script), *argv, *([] if "--json" in argv else ["--json", str(results)])]
     output, begin = io.StringIO(), time.time()
-    join = {"store": dist.PrefixStore(f"case {number}", STORE), "rank": RANK, "world_size": WORLD_SIZE}
-    dist.init_process_group = lambda backend, **where: INIT(backend, **(where or join))
+    own = dist.PrefixStore(f"case {number}", STORE)  # keys of its own: none may meet another's address
+    dist.rendezvous = lambda *_, **__: iter([(own, RANK, WORLD_SIZE)])
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
             runpy.run_path(sys.argv[0], run_name="__main__")
@@ -55,6 +55,8 @@ def main(cases, outcomes):
         except Exception:  # this rank is lost, and with it the others: torchrun ends them
             traceback.print_exc()
             os._exit(1)
+        if number == 0:
+            gc.freeze()  # what has been imported will stay: a script's last collection need not look at it
         if RANK == 0:
             Path(outcomes).write_text(json.dumps(done))
 

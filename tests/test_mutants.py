@@ -1,0 +1,34 @@
+"""A sample of the mutants of mutants.py; all of them take half an hour."""
+
+import mutants
+import pytest
+from conftest import python
+
+
+@pytest.mark.slow
+def test_correctness_catches_what_changes_the_mathematics():
+    run = python("tests/mutants.py", "--every", "9", timeout=900)
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    assert int(run.stdout.splitlines()[-1].split()[-5]) >= 60, "enough of them"
+
+
+def test_there_are_mutants_of_every_script_and_the_excuses_are_of_some():
+    names = [mutant.name for script in mutants.SCRIPTS for mutant in mutants.mutants(script)]
+    assert len(names) == len(set(names)) >= 600
+    assert set(mutants.EQUIVALENT) <= set(names), "an equivalent mutant that is none any more"
+
+
+@pytest.mark.parametrize(
+    "operation,name",
+    [
+        ("a collective is dropped", "tp.py:ReduceFromTPRegion.forward: all_reduce(x, group) -> x"),
+        ("or doubled", "sp_megatron.py:GatherFromSPRegion.forward: all_gather(x, group) -> all_gather(all"),
+        ("f and g are swapped", "tp.py:parallel_block.forward: copy_to_tp_region -> reduce_from_tp_region"),
+        ("an offset", "tp.py:parallelize: q0 * d -> q0 // d"),
+        ("a gradient is not summed", "tp.py:sum_shared_gradients: dist.all_reduce(parameter.grad, gr"),
+        ("an action of a schedule", 'pp.py:afab: yield Action("B", rank, m) -> pass'),
+    ],
+)  # fmt: skip
+def test_the_operators(operation, name):
+    script = name.partition(":")[0]
+    assert any(mutant.name.startswith(name) for mutant in mutants.mutants(script)), operation
