@@ -38,11 +38,11 @@ built like Llama.
     python labs/lab5_tp_plans.py --plot lab5.png --json lab5.json
     python labs/lab5_tp_plans.py --inject-bug list
 
-Sources: NeMo AutoModel, nemo_automodel/components/distributed/: optimized_tp_plans.py (the plans and
-styles), parallelizer.py (the choice, Hugging Face's strings, the validation). transformers: base_model_tp_plan
-in each model's configuration, integrations/tensor_parallel.py (the strings). torch: torch/distributed/tensor/
-parallel/style.py. Megatron-LM says all this in its layers instead (lab 2), Nanotron too; DeepSpeed's
-AutoTP (module_inject/auto_tp.py) guesses it from the module names. SP: arXiv 2205.05198.
+Sources: NeMo AutoModel, nemo_automodel/components/distributed/: optimized_tp_plans.py (plans, styles),
+parallelizer.py (the choice, Hugging Face's strings, the validation). transformers: base_model_tp_plan in each
+model's configuration, integrations/tensor_parallel.py (what the strings mean). torch:
+torch/distributed/tensor/parallel/style.py. Megatron-LM and Nanotron say all this in their layers instead (lab
+2); DeepSpeed's AutoTP (module_inject/auto_tp.py) guesses it from the modules. SP: arXiv 2205.05198.
 """
 
 import argparse
@@ -208,7 +208,7 @@ class RotaryParallel(ParallelStyle):
     """Rotary embeddings of all tokens where the residual stream is plain tensors of own tokens (b, s/P, h).
 
     transformers counts positions from 0 to x.shape[1]. In our plans x is a DTensor, whose shape is that of
-    all tokens, and nothing is to be done. With plain tensors (as in NeMo AutoModel before 2026) every rank
+    all tokens, and nothing is to be done. With plain tensors (NeMo AutoModel's plans at the start of 2026) every rank
     counts to s/P, while q and k are of s tokens: at best "16 must match 8". P divides s here.
     """
 
@@ -337,7 +337,7 @@ def qwen3_plan(model, sequence_parallel):
 
 
 def gemma3_plan(model, sequence_parallel):
-    """Qwen3's, with norms on both sides of attention and MLP: those behind them work on the residual's layout."""
+    """Qwen3's, with a norm behind attention and MLP, too: in the residual stream's layout."""
     before = NormThenGather(Shard(1) if sequence_parallel else Replicate())
     after = SequenceParallel() if sequence_parallel else NormThenGather(Replicate())
     return qwen3_plan(model, sequence_parallel) | {
@@ -378,9 +378,7 @@ def base_plan(model, sequence_parallel):
     """
     for name, _ in model.named_modules():
         if name.endswith(("qkv_proj", "gate_up_proj")):
-            raise ValueError(
-                f"no plan for {type(model).__name__}, and {name} is fused; pass one, or ask for HF's"
-            )
+            raise ValueError(f"{name} is fused, in an unknown layout: pass a plan, or ask for HF's")
     tokens = Shard(1) if sequence_parallel else Replicate()
     norm = SequenceParallel() if sequence_parallel else NormThenGather(tokens)
     plan = llama_plan(model, sequence_parallel)
@@ -400,7 +398,7 @@ STYLES = {  # transformers 5.12 to 5.23; a new object each time: parallelize_mod
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
     "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
     "replicated_with_grad_allreduce": QKNormParallel,
-    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),  # what seeds of 2025 call it
+    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),  # so called before transformers 5
     "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
 }
 
@@ -456,13 +454,9 @@ def choose_plan(model, sequence_parallel=False, custom=None, hf=False):
     name = type(model).__name__
     # exercise: choose_plan
     if custom is not None:
-        reason = "custom: a dict"
-        if isinstance(custom, str):
-            reason, custom = f"custom: {custom}", load_plan(custom)
-        if callable(custom):
-            reason = f"{reason}, called" if "." in reason else f"custom: {custom.__name__}()"
-            custom = custom(model, sequence_parallel)
-        return custom, reason
+        plan = load_plan(custom) if isinstance(custom, str) else custom
+        plan = plan(model, sequence_parallel) if callable(plan) else plan
+        return plan, f"custom: {custom if isinstance(custom, str) else getattr(custom, '__name__', 'a dict')}"
     if hf:
         if sequence_parallel:
             raise ValueError("Hugging Face's plan has no sequence parallelism; leave one of the two out")
@@ -565,7 +559,7 @@ def worst_of(errors):
 
 
 def expect_one_device(case, errors, hint=""):
-    """Raise Wrong unless logits, loss and every gradient are those of one device; returns the largest error."""
+    """Raise Wrong unless logits, loss, every gradient are one device's; returns the largest error."""
     name, error = worst_of(errors)
     what = name if name in ("logits", "loss") else f"the gradient of {name}"
     expect(error <= TOLERANCE, f"{case}: {what} is off by {error:.1e} (at most {TOLERANCE:.0e})", hint)
@@ -586,6 +580,13 @@ def raised(function, *args, **kwargs):
     except ValueError as problem:
         return str(problem)
     return None
+
+
+def noted_outputs(module):
+    """A list to which everything that the module returns is added."""
+    outputs = []
+    module.register_forward_hook(lambda module, args, out: outputs.append(out))
+    return outputs
 
 
 def check_validate_heads(lab, group, seed):
@@ -631,23 +632,19 @@ def check_choose_plan(lab, group, seed):
 
     first = "what the caller gives comes before everything else"
     for sequence_parallel, hf in ((False, True), (True, False)):
-        expect(
-            chosen("custom", llama, sequence_parallel, plan, hf) is plan, "not the dict that was given", first
-        )
+        mine = chosen("custom", llama, sequence_parallel, plan, hf)
+        expect(mine is plan, "not the dict that was given", first)
         mine = chosen("custom", llama, sequence_parallel, function, hf)
         expect(mine is plan, f"a function's plan is {type(mine).__name__}", "call it: it returns the plan")
         expect(called[-1] == (llama, sequence_parallel), "a function gets other arguments", "model, SP")
     name = f"plans_of_seed_{seed}"
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, f"{name}.py").write_text(
-            "given = {'a': 1}\ndef made(model, sp):\n    return {'b': sp}\n"
-        )
+        source = "given = {'a': 1}\ndef made(model, sp):\n    return {'b': sp}\n"
+        Path(folder, f"{name}.py").write_text(source)
         sys.path.insert(0, folder)
         for path, right in ((f"{name}.given", {"a": 1}), (f"{name}.made", {"b": True})):
             mine = chosen("custom", llama, True, path)
-            expect(
-                mine == right, f"the plan at {path} is {mine}, not {right}", "a path may lead to a function"
-            )
+            expect(mine == right, f"the plan at {path} is {mine}, not {right}", "it may be a function")
         sys.path.remove(folder)
     hint = "a plan that fails must not become another one"
     for path in (f"{name}.missing", "no_such_module.plan", "llama"):
@@ -662,9 +659,8 @@ def check_choose_plan(lab, group, seed):
     for model, sequence_parallel in ((llama, True), (wrapped, False)):
         mine = chosen("model-specific", model, sequence_parallel)
         right = lab.PLANS["LlamaForCausalLM"](model, sequence_parallel)
-        same = mine.keys() == right.keys() and repr(mine["model.embed_tokens"]) == repr(
-            right["model.embed_tokens"]
-        )
+        same = mine.keys() == right.keys()
+        same = same and repr(mine["model.embed_tokens"]) == repr(right["model.embed_tokens"])
         expect(same, f"not the plan of LlamaForCausalLM, SP {sequence_parallel}", "it wants to know about SP")
     failing = tiny_model("qwen2", seed)
     lab.PLANS["Qwen2ForCausalLM"] = lambda model, sequence_parallel: {}["missing"]
@@ -685,9 +681,7 @@ def check_translate_hf_plan(lab, group, seed):
         before = dict(model.config.base_model_tp_plan), dict(type(model)._tp_plan)
         plan = lab.hf_plan(model)
         after = dict(model.config.base_model_tp_plan), dict(type(model)._tp_plan)
-        expect(
-            before == after, f"{family}: transformers' own plan was changed", "other models read it: copy it"
-        )
+        expect(before == after, f"{family}: transformers' own plan was changed", "copy it")
         keys = {f"model.{name}" for name in before[0]} | before[1].keys() | {"model.embed_tokens"}
         expect(plan.keys() == keys, f"{family}: keys differ: {sorted(plan.keys() ^ keys)}", "prefix: model.")
         head, table = plan["lm_head"], plan["model.embed_tokens"]
@@ -705,10 +699,8 @@ def check_translate_hf_plan(lab, group, seed):
     model.config.base_model_tp_plan = {"layers.*.mlp": "made_up_style"}
     message = raised(lab.hf_plan, model)
     named = message and "made_up_style" in message and "layers.*.mlp" in message
-    expect(named, f"made_up_style: {message or 'nothing raised'}", "a string left out leaves a module whole")
-    return (
-        f"Qwen3, Phi3, tied Llama by HF's strings: logits and gradients off by {worst:.0e}; unknown refused"
-    )
+    expect(named, f"made_up_style: {message or 'nothing raised'}", "left out, its module stays whole")
+    return f"Qwen3, Phi3, tied Llama by HF's strings: gradients off by {worst:.0e}; unknown refused"
 
 
 class Reads(nn.Module):
@@ -739,8 +731,7 @@ def check_all_gather_style(lab, group, seed):
         parallelize_module(model, mesh, plan)
         mine = distribute_tensor(x.detach(), mesh, [layout])
         mine = (mine.to_local() if plain else mine).requires_grad_()
-        seen = []
-        model.norm.register_forward_hook(lambda norm, args, y: seen.append(y))
+        seen = noted_outputs(model.norm)
         with Collectives() as forward:
             out = model(mine)
         y = seen[0]
@@ -763,7 +754,7 @@ def check_all_gather_style(lab, group, seed):
 
 
 def check_rotary_style(lab, group, seed):
-    """Llama with a residual stream of plain tensors, the literal plan of seed years: see RotaryParallel."""
+    """Llama with a residual stream of plain tensors."""
     worst = 0
     for given in (False, True):
         model, ids = tiny_model("llama", seed), random_ids(seed, 12)
@@ -773,17 +764,15 @@ def check_rotary_style(lab, group, seed):
         plan["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate(), **own)
         plan |= {f"{LAYER}.{name}": RowwiseParallel(**own) for name in ("self_attn.o_proj", "mlp.down_proj")}
         parallelize(model, DeviceMesh.from_group(group, "cpu"), plan)
-        seen = []
-        model.model.rotary_emb.register_forward_hook(lambda rotary, args, out: seen.append(out))
+        seen = noted_outputs(model.model.rotary_emb)
         position_ids = torch.arange(12)[None] if given else None
         case = "positions given" if given else "positions counted by transformers"
         try:
             out = model(input_ids=ids, position_ids=position_ids, use_cache=False)
         except RuntimeError as problem:
             n = seen[0][0].shape[1] if seen else "no"
-            raise Wrong(
-                f"{case}: cos has {n} tokens, q 12: {problem}", "gather the positions of all"
-            ) from None
+            found = f"{case}: cos has {n} tokens, q 12: {problem}"
+            raise Wrong(found, "gather the positions of all tokens") from None
         cos = step_cos(model, 12)
         right = relative_error(seen[0][0], cos)
         repeated = torch.cat([cos[:, :6]] * 2, 1)
@@ -824,9 +813,7 @@ def check_qk_norm_style(lab, group, seed):
         expect_close(f"{case}: y", out.detach(), y.chunk(P, heads_dim)[rank])
         expect_close(f"{case}: dx", mine.grad, x.grad.chunk(P, heads_dim)[rank])
         moved = sum(sent for _, sent in traffic.ops.values())
-        expect(
-            moved <= 8 * d, f"{case}: {moved} bytes are sent", "at most the weight's gradient, once a step"
-        )
+        expect(moved <= 8 * d, f"{case}: {moved} bytes are sent", "at most the weight's gradient")
         grad, hint = norm.weight.grad, "a gradient summed in place is summed again in the next backward"
         kept = grad.to_local() if isinstance(grad, DTensor) else grad
         parts = all_reduce(kept, group)
@@ -879,15 +866,11 @@ def check_fused_style(lab, group, seed):
 
 def check_llama_plan(lab, group, seed):
     worst, layers = 0, SHAPE["num_hidden_layers"]
-    for family, sequence_parallel, tied in (
-        ("llama", False, True),
-        ("qwen2", True, False),
-        ("llama", True, True),
-    ):
+    cases = ("llama", False, True), ("qwen2", True, False), ("llama", True, True)
+    for family, sequence_parallel, tied in cases:
         case = f"{family}, {'SP' if sequence_parallel else 'TP'}"
         model = tiny_model(family, seed, tie_word_embeddings=tied)
-        residual = []
-        model.model.layers[1].register_forward_pre_hook(lambda layer, args: residual.append(args[0]))
+        residual = noted_outputs(model.model.layers[0])
         plan = lab.llama_plan(model, sequence_parallel)
         ids = random_ids(seed, 9)  # P does not divide that
         try:
@@ -896,7 +879,7 @@ def check_llama_plan(lab, group, seed):
             hint = "a plain residual has s/P tokens, and transformers makes positions for so many"
             raise Wrong(f"{case}: {str(problem).partition(chr(10))[0]}", hint) from None
         worst = max(worst, expect_one_device(case, errors))
-        x = residual[1]
+        x = residual[-1]
         placed = x.placements if isinstance(x, DTensor) else "a plain tensor"
         tokens = Shard(1) if sequence_parallel else Replicate()
         expect(placed == (tokens,), f"{case}: the residual stream is {placed}, not {tokens}", "see TOKENS")
@@ -913,7 +896,7 @@ def check_llama_plan(lab, group, seed):
         found = f"{case}: some parameters are plain, some DTensors"
         expect(not plain, found, "clip_grad_norm_ refuses that: a style for every norm")
         expect(abs(norms[1] / norms[0] - 1) < TOLERANCE, f"{case}: the gradient's norm is off", "")
-    return f"logits and every gradient off by {worst:.0e}, tied too; {edges} messages each way with and without SP"
+    return f"logits and every gradient off by {worst:.0e}, tied too; {edges} edges a way, TP and SP"
 
 
 CHECKS = {
@@ -1015,16 +998,15 @@ def families(args):
     print("\nEvery family on 2 ranks, against one device: relative errors" if not single else "")
     print_table(["model", "", "which plan, and why", "logits", "gradients", "worst", "messages"], *(
         [r["family"], "SP" if r["sequence_parallel"] else "TP", r["plan"], f"{r['logits']:.0e}",
-         f"{r['gradient']:.0e}", r["worst"].removeprefix("model."), f"{short(r['forward'])} | {short(r['backward'])}"]
+         f"{r['gradient']:.0e}", r["worst"].removeprefix("model."),
+         f"{short(r['forward'])} | {short(r['backward'])}"]
         for r in rows
     ))  # fmt: skip
     print("\n  messages: calls forward | backward. AR all-reduce, AG all-gather, RS reduce-scatter; 3 AR")
     print("  forward and 1 backward are the sharded loss's, of a number a token")
     failed = []
     for row in rows:
-        name = (
-            f"{row['family']} {'SP' if row['sequence_parallel'] else 'TP'}, {row['plan'].partition(':')[0]}"
-        )
+        name = f"{row['family']} {'SP' if row['sequence_parallel'] else 'TP'}, {kind_of(row)}"
         if row["plan"] == "NeMo AutoModel's":  # the lab says that these, and only these, are wrong
             norms = all(wrong.endswith(("q_norm.weight", "k_norm.weight")) for wrong in row["wrong"])
             failed += [] if row["wrong"] and norms else [f"{name}: wrong q_norm and k_norm, the rest right"]
@@ -1040,7 +1022,7 @@ def short(ops):
 
 
 class Saved(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the bytes that autograd keeps on this rank for the backward, each storage once, no parameters."""
+    """Counts the bytes that autograd keeps on this rank for the backward: each storage once, no weights."""
 
     def __init__(self, model):
         self.storages = {}
@@ -1104,7 +1086,7 @@ def saved_on_many(group, worlds):
 
 
 def memory(args):
-    """What SP saves, in two styles, beside the seeds' claim; returns (rows, what failed)."""
+    """What SP saves, in two styles, beside what is claimed of it; returns (rows, what failed)."""
     real = on_ranks(2, saved_and_sent)[0]
     many = on_ranks(1, saved_on_many, [2, 4, 8], timeout=120)[0]
     rows = []
@@ -1220,10 +1202,7 @@ def features_instead_of_heads(lab):
     right = lab.validate_heads
 
     def validate_heads(config, world):
-        if (
-            config.num_attention_heads * config.head_dim % world
-            or config.num_key_value_heads * config.head_dim % world
-        ):
+        if config.num_key_value_heads * config.head_dim % world:
             right(config, world)
 
     lab.validate_heads = validate_heads
@@ -1322,13 +1301,15 @@ def never_gathered(lab):
 
 def positions_from_zero(lab):
     """Every rank's positions start at 0."""
-    lab.RotaryParallel._apply = lambda style, module, mesh: module.register_forward_pre_hook(
-        lambda rotary, args, kwargs: (
-            args,
-            {**kwargs, "position_ids": torch.cat([kwargs["position_ids"]] * 2, 1)},
-        ),
-        with_kwargs=True,
-    )
+
+    def _apply(style, module, mesh):
+        def repeated(rotary, args, kwargs):
+            return args, kwargs | {"position_ids": torch.cat([kwargs["position_ids"]] * mesh.size(), 1)}
+
+        module.register_forward_pre_hook(repeated, with_kwargs=True)
+        return module
+
+    lab.RotaryParallel._apply = _apply
 
 
 def qk_norm_replicated(lab):
@@ -1370,7 +1351,7 @@ def fused_not_put_back(lab):
 
 
 def plain_residual(lab):
-    """The residual stream is plain tensors of own tokens: the literal plan of the seed."""
+    """The residual stream is plain tensors of own tokens: as in NeMo AutoModel's plans at the start of 2026."""
     right = lab.llama_plan
 
     def llama_plan(model, sequence_parallel):
@@ -1526,6 +1507,7 @@ def load(path):
 # Copied from labs/lab1_collectives.py
 def rank_main(rank, world, rendezvous, pipe, limit, function, args):
     """A rank's process: join the others, run function(group, *args), send back what it returns."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # gloo complains there about ranks that others' errors ended
     signal.alarm(limit)  # its parent ends it long before; this is for a parent that was killed
     torch.set_num_threads(1)
     # torch 2.13 renames all_gather_into_tensor and reduce_scatter_tensor; 2.11 knows only these names
@@ -1709,9 +1691,7 @@ def add_options(parser):
     one = parser.add_mutually_exclusive_group()
     one.add_argument("--sp", action="store_true", help="with sequence parallelism")
     one.add_argument("--hf-plan", action="store_true", help="Hugging Face's plan, which has none")
-    parser.add_argument(
-        "--plan", type=plan_path, metavar="PATH", help="a plan's import path, package.module.name"
-    )
+    parser.add_argument("--plan", type=plan_path, metavar="PATH", help="import path of a plan")
 
 
 if __name__ == "__main__":
