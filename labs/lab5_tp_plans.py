@@ -460,10 +460,10 @@ def choose_plan(model, sequence_parallel=False, custom=None, hf=False):
     if hf:
         if sequence_parallel:
             raise ValueError("Hugging Face's plan has no sequence parallelism; leave one of the two out")
-        return hf_plan(model), f"Hugging Face: asked for, the strings of {name} and its config"
+        return hf_plan(model), f"Hugging Face: {name}, as asked"
     if name in PLANS:
-        return PLANS[name](model, sequence_parallel), f"model-specific: there is one for {name}"
-    return base_plan(model, sequence_parallel), f"base: there is none for {name}, cut as if it were Llama"
+        return PLANS[name](model, sequence_parallel), f"model-specific: {name}"
+    return base_plan(model, sequence_parallel), f"base: none for {name}"
     # end exercise
 
 
@@ -538,6 +538,7 @@ def against_one_device(lab, model, plan, group, ids):
     right = {"logits": logits, "loss": loss}
     right |= {name: p.grad for name, p in model.named_parameters()}
     norm = nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+    model.zero_grad()  # a parameter that stays as it is would add to the gradient it has
     lab.parallelize(model, DeviceMesh.from_group(group, "cpu"), plan)
     logits, loss, forward, backward = step(model, ids)
     mine = {"logits": logits, "loss": loss}
@@ -727,6 +728,7 @@ def check_all_gather_style(lab, group, seed):
         x, dy = torch.randn(2, tokens, h, requires_grad=True), torch.randn(2, tokens, 6)
         model(x).backward(dy)
         right = {name: p.grad for name, p in model.named_parameters()} | {"x": x.grad}
+        model.zero_grad()
         plan = {"norm": lab.NormThenGather(layout)} | {name: ColwiseParallel() for name in "qkv"}
         parallelize_module(model, mesh, plan)
         mine = distribute_tensor(x.detach(), mesh, [layout])
@@ -802,6 +804,7 @@ def check_qk_norm_style(lab, group, seed):
         for dy in dys:
             norm(x).backward(dy)
         right, y = norm.weight.grad, norm(x).detach()
+        norm.zero_grad()
         mine = x.detach().chunk(P, heads_dim)[rank].clone().requires_grad_()
         parallelize_module(norm, mesh, lab.QKNormParallel())
         with Collectives() as traffic:
@@ -1003,8 +1006,8 @@ def families(args):
          f"{short(r['forward'])} | {short(r['backward'])}"]
         for r in rows
     ))  # fmt: skip
-    print("\n  messages: calls forward | backward. AR all-reduce, AG all-gather, RS reduce-scatter; 3 AR")
-    print("  forward and 1 backward are the sharded loss's, of a number a token")
+    print("\n  messages: forward | backward. AR all-reduce, AG all-gather, RS reduce-scatter; 3 AR are the")
+    print("  sharded loss's, of a number a token")
     failed = []
     for row in rows:
         name = f"{row['family']} {'SP' if row['sequence_parallel'] else 'TP'}, {kind_of(row)}"
@@ -1096,7 +1099,7 @@ def memory(args):
             saving = 1 - found["saved"] / ways[TP]["saved"]
             claim = 0.5 * (1 - 1 / world) if way != TP else 0.0
             rows.append({"ranks": world, "way": way, "saving": saving, "claim": claim, **found})
-    print(f"\nWhat autograd keeps on a rank of a Llama's layers, and the messages of a step")
+    print("\nWhat autograd keeps on a rank of a Llama's layers, and the messages of a step")
     print_table(["ranks", "way", "bytes", "less than TP by", "claimed", "forward", "backward"], *(
         [r["ranks"], r["way"], r["saved"], f"{r['saving']:.1%}", f"{r['claim']:.2%}", short(r["forward"]),
          short(r["backward"])]
