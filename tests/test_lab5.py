@@ -64,7 +64,9 @@ def test_the_lab_proves_itself(finished):
 
 def test_every_family_is_one_device_by_our_plans_and_by_hugging_faces(finished):
     rows = [row for row in finished[1]["families"] if not row["plan"].startswith("NeMo")]
-    ours = {(row["family"], row["sequence_parallel"]) for row in rows if not row["plan"].startswith("Hugging")}
+    ours = {
+        (row["family"], row["sequence_parallel"]) for row in rows if not row["plan"].startswith("Hugging")
+    }
     assert ours == {(family, sp) for family in lab5.FAMILIES for sp in (False, True)}
     assert {row["family"] for row in rows if row["plan"].startswith("Hugging Face: ")} == {"qwen3", "phi3"}
     for row in rows:
@@ -158,7 +160,7 @@ CAUGHT = {
     "fused_cut_in_pieces": ("fused_style", "a contiguous piece mixes the blocks"),
     "fused_not_put_back": ("fused_style", "the rows are in the ranks' order"),
     "plain_residual": ("llama_plan", "a plain residual has s/P tokens"),
-    "sp_never_switched_on": ("llama_plan", "the residual stream is (Replicate(),), not Shard(dim=1)"),
+    "sp_never_switched_on": ("llama_plan", "the residual stream is (Replicate(),), not"),
 }
 
 
@@ -174,10 +176,10 @@ def test_a_bug_is_caught(bug):
 
 
 def test_a_bug_makes_the_lab_exit_1(capsys, tmp_path):
-    assert lab5.main(["--inject-bug", "qk_norm_left_alone", "--json", str(tmp_path / "bug.json")]) == 1
-    assert capsys.readouterr().out.splitlines()[-1] == "FAIL lab5_tp_plans: qk_norm_style"
+    assert lab5.main(["--inject-bug", "positions_from_zero", "--json", str(tmp_path / "bug.json")]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "FAIL lab5_tp_plans: rotary_style"
     results = json.loads((tmp_path / "bug.json").read_text())
-    assert not results["passed"] and not results["exercises"]["qk_norm_style"]["passed"]
+    assert not results["passed"] and not results["exercises"]["rotary_style"]["passed"]
 
 
 # What a learner hands in: (exercise, its regions in their order (None: the right one), part of the verdict)
@@ -204,15 +206,15 @@ WRONG_ANSWERS = [
     ),
     (
         "validate_heads",
-        [changed("validate_heads", "heads % world or kv_heads % world", "kv_heads * config.head_dim % world")],
+        [
+            changed(
+                "validate_heads", "heads % world or kv_heads % world", "kv_heads * config.head_dim % world"
+            )
+        ],
         "refused",
     ),
     ("validate_heads", ["assert heads % world == kv_heads % world == 0"], "AssertionError"),
     (
-        "choose_plan",
-        [changed("choose_plan", "if custom is not None:", "if custom is not None and not hf:")],
-        "what the caller gives comes before everything else",
-    ) if False else (
         "choose_plan",
         [changed("choose_plan", "if custom is not None:", "if custom is not None and not hf:")],
         "the first level that applies",
@@ -224,13 +226,31 @@ WRONG_ANSWERS = [
     ),
     (
         "choose_plan",
-        [changed("choose_plan", "if name in PLANS:", "if name in PLANS and type(model).__bases__[0] is not LlamaForCausalLM:")],
-        "NameError",
+        [
+            "try:\n"
+            + indent(region("choose_plan"), "    ")
+            + "except Exception:\n    return hf_plan(model), 'Hugging Face'"
+        ],
+        "a plan that fails must not become another one",
     ),
     (
         "translate_hf_plan",
-        [changed("translate_hf_plan", "plan[name] = STYLES[style]()", "plan[name] = STYLES[style]")],
-        "",
+        [
+            changed(
+                "translate_hf_plan",
+                'raise ValueError(f"{name}: no style for transformers\' {style}")',
+                "continue",
+            )
+        ],
+        "left out, its module stays whole",
+    ),
+    (
+        "translate_hf_plan",
+        [
+            "made = {style: make() for style, make in STYLES.items()}\n"
+            + changed("translate_hf_plan", "STYLES[style]()", "made[style]")
+        ],
+        "make a new object for each",
     ),
     (
         "translate_hf_plan",
@@ -272,38 +292,41 @@ WRONG_ANSWERS = [
         [
             """
             group = device_mesh.get_group()
-            module.weight.register_hook(lambda grad: dist.all_reduce(grad, group=group))
+            module.weight.register_hook(lambda grad: all_reduce(grad, group))
             return module
             """
         ],
-        "",
+        "clip_grad_norm_ refuses a mixture of both kinds",
     ),
     (
         "fused_style",
-        [changed("fused_style", "for rank in range(world) for block in blocks", "for block in blocks for rank in range(world)"), None],
+        ["return torch.arange(sum(sizes))", None],
         "a contiguous piece mixes the blocks",
     ),
     ("fused_style", [None, "return full[order]"], "full[order] reorders once more"),
     (
         "fused_style",
-        ["blocks = torch.arange(sum(sizes)).split(list(sizes))\n"
-         "return torch.cat([block.chunk(world)[rank] for rank in range(world) for block in blocks])", None],
+        [
+            "blocks = torch.arange(sum(sizes)).split(list(sizes))\n"
+            "return torch.cat([block.chunk(world)[rank] for rank in range(world) for block in blocks])",
+            None,
+        ],
         "one rank would hold more of it",
     ),
+    ("llama_plan", [changed("llama_plan", ".mlp.down_proj", ".mlp.down")], "fits no module"),
     (
         "llama_plan",
-        [changed("llama_plan", '        f"{LAYER}.mlp.down_proj"', '        f"{LAYER}.mlp.down"')],
-        "fits no module",
-    ),
-    ("llama_plan", [changed("llama_plan", ', "use_local_output": False', "")], "transformers makes positions"),
-    (
-        "llama_plan",
-        [changed("llama_plan", '"model.norm": NormThenGather(tokens)', '"model.norm": SequenceParallel()')],
-        "",
+        [changed("llama_plan", ', "use_local_output": False', "")],
+        "transformers makes positions",
     ),
     (
         "llama_plan",
-        ["plan = {}\n" + region("llama_plan").replace("return {", "plan = {") + "del plan['model.norm']\nreturn plan"],
+        [changed("llama_plan", '_layernorm": NormThenGather(tokens)', '_layernorm": SequenceParallel()')],
+        "the residual stream is",
+    ),
+    (
+        "llama_plan",
+        [changed("llama_plan", "return {", "plan = {") + "del plan['model.norm']\nreturn plan"],
         "a style for every norm",
     ),
 ]
