@@ -880,12 +880,15 @@ def check_llama_plan(lab, group, seed):
             errors, forward, backward, norms = against_one_device(lab, model, plan, group, ids)
         except RuntimeError as problem:
             hint = "a plain residual has s/P tokens, and transformers makes positions for so many"
+            if "mixed" in str(problem):
+                hint = "some module has no style, or a residual no use_local_output=False: it is plain"
             raise Wrong(f"{case}: {str(problem).partition(chr(10))[0]}", hint) from None
         worst = max(worst, expect_one_device(case, errors))
         x = residual[-1]
         placed = x.placements if isinstance(x, DTensor) else "a plain tensor"
         tokens = Shard(1) if sequence_parallel else Replicate()
-        expect(placed == (tokens,), f"{case}: the residual stream is {placed}, not {tokens}", "see TOKENS")
+        hint = "see TOKENS" if isinstance(x, DTensor) else "use_local_output=False keeps it a DTensor"
+        expect(placed == (tokens,), f"{case}: the residual stream is {placed}, not {tokens}", hint)
         edges, loss = 2 * layers + 1, 5  # the loss may take that many small all-reduces
         hint = "NormThenGather: gathered once for q, k and v, reduced once in the backward"
         if sequence_parallel:

@@ -159,7 +159,7 @@ CAUGHT = {
     "gradient_summed_in_place": ("qk_norm_style", "summed again in the next backward"),
     "fused_cut_in_pieces": ("fused_style", "a contiguous piece mixes the blocks"),
     "fused_not_put_back": ("fused_style", "the rows are in the ranks' order"),
-    "plain_residual": ("llama_plan", "a plain residual has s/P tokens"),
+    "plain_residual": ("llama_plan", "a residual no use_local_output=False"),
     "sp_never_switched_on": ("llama_plan", "the residual stream is (Replicate(),), not"),
 }
 
@@ -317,17 +317,23 @@ WRONG_ANSWERS = [
     (
         "llama_plan",
         [changed("llama_plan", ', "use_local_output": False', "")],
-        "transformers makes positions",
+        "use_local_output=False keeps it",
     ),
     (
         "llama_plan",
-        [changed("llama_plan", '_layernorm": NormThenGather(tokens)', '_layernorm": SequenceParallel()')],
-        "the residual stream is",
+        [
+            changed(
+                "llama_plan",
+                '_layernorm": NormThenGather(tokens)',
+                '_layernorm": SequenceParallel() if sequence_parallel else NormThenGather(tokens)',
+            )
+        ],
+        "calls of all_gather",
     ),
     (
         "llama_plan",
         [changed("llama_plan", "return {", "plan = {") + "del plan['model.norm']\nreturn plan"],
-        "a style for every norm",
+        "some module has no style",
     ),
 ]
 
