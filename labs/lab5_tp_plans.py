@@ -1013,9 +1013,7 @@ def families(args):
     print("  sharded loss's, of a number a token")
     if not single:
         gathered, sharded = logits_bytes(rows)
-        print(
-            f"\n  the logits of 32 tokens, vocabulary {SHAPE['vocab_size']}: gathered (the base plan) {gathered} bytes,"
-        )
+        print(f"\n  logits of 32 tokens, {SHAPE['vocab_size']} words: gathered (base plan) {gathered} bytes,")
         print(f"  sharded under loss_parallel() {sharded}: three numbers a token")
     failed = []
     for row in rows:
