@@ -105,7 +105,7 @@ def test_gathering_after_the_norm_sends_less_often_and_keeps_more(finished):
 def test_one_plan_is_printed_with_its_reason(tmp_path):
     run = python(LAB, "--model", "qwen3", "--sp", "--json", tmp_path / "one.json")
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "model-specific: Qwen3ForCausalLM" in run.stdout
+    assert "chosen: model-specific: Qwen3ForCausalLM" in run.stdout
     assert re.search(r"model\.layers\.\*\.self_attn\.q_norm +QKNormParallel", run.stdout)
     rows = json.loads((tmp_path / "one.json").read_text())["families"]
     assert [row["plan"].partition(":")[0] for row in rows] == ["model-specific", "NeMo AutoModel's"]
