@@ -298,8 +298,11 @@ class OwnHeads(ParallelStyle):
 LAYER = "model.layers.*"
 
 
-def sharded_logits(tokens=Replicate()):  # noqa: B008
-    """lm_head: (b, s, h) -> (b, s, v/P), a DTensor that is never gathered; the loss wants loss_parallel()."""
+def sharded_logits(tokens=None):
+    """lm_head: (b, s, h) -> (b, s, v/P), a DTensor that is never gathered; the loss wants loss_parallel().
+
+    tokens: where x lies, if not whole on every rank (Replicate()).
+    """
     return ColwiseParallel(input_layouts=tokens, output_layouts=Shard(-1), use_local_output=False)
 
 
