@@ -1574,26 +1574,22 @@ def main(argv=None):
             if path and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):
                 raise Unusable(f"cannot write {path}: a directory, or in none that can be written")
         results = {"lab": Path(__file__).stem, "exercises": run_checks(args), **experiment(args)}
+        failed = [name for name, result in results["exercises"].items() if not result["passed"]]
+        failed += [name for name in results.get("failed", []) if name not in failed]
+        results["passed"] = not failed
+        count = f"all {len(results['exercises'])} exercises' checks hold"
+        print(f"\n{'FAIL' if failed else 'PASS'} {results['lab']}: {', '.join(failed) or count}", flush=True)
+        if args.json:
+            write_whole(args.json, lambda path: Path(path).write_text(json.dumps(results, indent=1) + "\n"))
+        if args.plot:
+            write_whole(args.plot, partial(draw, results))
+        return 1 if failed else 0
     except Unusable as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
     except Wrong as wrong:  # a rank of an experiment, which has nothing to compare
         print(f"\nFAIL {Path(__file__).stem}: {wrong.found}")
         return 1
-    failed = [name for name, result in results["exercises"].items() if not result["passed"]]
-    failed += [name for name in results.get("failed", []) if name not in failed]
-    results["passed"] = not failed
-    if args.json:
-        write_whole(args.json, lambda path: Path(path).write_text(json.dumps(results, indent=1) + "\n"))
-    if args.plot:
-        write_whole(args.plot, partial(draw, results))
-    lab, count = results["lab"], len(results["exercises"])
-    print(
-        f"\nFAIL {lab}: {', '.join(failed)}"
-        if failed
-        else f"\nPASS {lab}: all {count} exercises' checks hold"
-    )
-    return 1 if failed else 0
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -1611,10 +1607,15 @@ class Parser(argparse.ArgumentParser):
 
 # Copied from tp.py
 def write_whole(path, write):
-    """Have write(another path) make the file, then name it path: whole or not at all."""
+    """Have write(another path) make the file, then name it path: whole or not at all, or Unusable."""
     draft = f"{path}.{os.getpid()}{Path(path).suffix}"
-    write(draft)
-    os.replace(draft, path)
+    try:
+        write(draft)
+        os.replace(draft, path)
+    except (OSError, ValueError) as problem:  # a full disk; a picture of a kind that matplotlib lacks
+        raise Unusable(f"cannot write {path}: {problem}") from None
+    finally:
+        Path(draft).unlink(missing_ok=True)
 
 
 def plan_path(text):
