@@ -1387,7 +1387,7 @@ def parse(argv):
     add("--inject-bug", metavar="NAME", help="run with a bug that correctness must catch; list: name them")
     add_options(parser)
     args = parser.parse_args(argv)
-    args.store = None
+    args.store, args.over = None, threading.Event()
     if args.inject_bug not in (None, "list", *(bug.__name__ for bug in BUGS)):
         raise Unusable(f"no bug {args.inject_bug}; --inject-bug list names them")
     if args.length < 2:
@@ -1405,10 +1405,10 @@ def parse(argv):
 
 
 # Copied from tp.py
-def start(args, over):
+def start(args):
     """Choose the device, read the model's config, join the other ranks; returns the process group.
 
-    Until over is set a thread says where this rank is, for the case that another waits for it in vain.
+    Until args.over is set a thread says where this rank is, for the case that another waits for it in vain.
     """
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local, neighbours = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -1443,7 +1443,7 @@ def start(args, over):
         args.store = dist.PrefixStore("signs", store)
         args.store.set(f"at {rank}", "start")
         args.store.set(f"process {rank}", f"{socket.gethostname()} {os.getpid()}")
-        threading.Thread(target=give_signs, args=(args.store, rank, over), daemon=True).start()
+        threading.Thread(target=give_signs, args=(args.store, rank, args.over), daemon=True).start()
     backend = "cpu:gloo,cuda:nccl" if args.backend == "nccl" else args.backend
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=args.wait)
     if world == 1:
@@ -1547,7 +1547,7 @@ def main(argv=None):
         transformers.logging.disable_progress_bar()
     # torch 2.13 renames all_gather_into_tensor and reduce_scatter_tensor; 2.11 knows only these names
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    args, over = None, threading.Event()
+    args = None
     try:
         args = parse(argv)
         if args.inject_bug == "list":
@@ -1555,7 +1555,7 @@ def main(argv=None):
             return 0
         if args.mode in OWN_MODES:
             return 0 if OWN_MODES[args.mode](args) else 1
-        return 0 if run(args, start(args, over)) else 1
+        return 0 if run(args, start(args)) else 1
     except Unusable as problem:
         if speaks():
             print(f"error: {problem}", file=sys.stderr)
@@ -1565,7 +1565,8 @@ def main(argv=None):
     except Exception as problem:
         return explain(problem, args)
     finally:
-        over.set()
+        if args:
+            args.over.set()
         if dist.is_initialized():
             dist.destroy_process_group()
             gc.collect()  # gloo's threads must end before Python does, and garbage still holds the group
