@@ -940,6 +940,7 @@ def check_rank_0_clock(lab, group, seed):
         if rank < world - 1:
             dist.send(torch.ones(1), rank + 1, group=group)
 
+    dist.barrier(group)  # late by this much, not by what a process took to start
     time.sleep(late * (rank == 1))
     everyone = on_every_rank(lab.right_rank_0_clock(step, group), group)
     expect(all(isinstance(s, float) for s in everyone), f"the ranks say {everyone}", "return seconds")
