@@ -734,7 +734,8 @@ def prove(lab, sizes, microbatches, seed):
         "errors": errors, "norms": norms, "groups": places, "loss": my_loss.item(), "norm": my_norm.item(),
         "one_device": {"loss": loss, "norm": norm}, "traffic": ledger.rows,
         "expected": expected_traffic(cut, groups, len(mine[0]), microbatches),
-        "held": held, "whole": sum(p.numel() for p in model.parameters()), "node": int(os.environ.get("GROUP_RANK", 0)),
+        "held": held, "whole": sum(p.numel() for p in model.parameters()),
+        "node": int(os.environ.get("GROUP_RANK", 0)),
     }  # fmt: skip
 
 
@@ -766,7 +767,7 @@ def check_mesh(lab, group, seed):
                 mine = lab.group_ranks(rank, name, dict(sizes))
                 line = ranks.movedim(axis, -1)[place[:axis] + place[axis + 1 :]].tolist()
                 hints = {
-                    "these share the coordinate: those of a group differ in it": ranks.select(axis, place[axis]),
+                    "these share a coordinate that a group differs in": ranks.select(axis, place[axis]),
                     "only those of tp are neighbours": rank - place[axis] + torch.arange(shape[axis]),
                 }  # fmt: skip
                 hint = next((text for text, wrong in hints.items() if wrong.flatten().tolist() == mine), "")
@@ -1028,16 +1029,18 @@ def on_torchruns_ranks(task=None):
 
 
 def mesh_sizes(args):
-    """{"dp", "pp", "tp"}; under torchrun their product has to be the number of its ranks."""
-    started = int(os.environ.get("WORLD_SIZE", 0)) if "RANK" in os.environ else None
-    inner = args.pp * args.tp
-    dp = args.dp or (max(1, started // inner) if started else 2)
-    if started and dp * inner != started:
-        would = f"--dp {started // inner}" if started % inner == 0 else f"--dp {started} --pp 1 --tp 1"
-        asked = f"{dp} x {args.pp} x {args.tp} is {dp * inner} ranks"
-        raise Unusable(f"{asked}, and torchrun started {started}; {would} would do")
-    head_range(tiny_config(args.pp), 0, args.tp)  # or says which tp would do
-    return {"dp": dp, "pp": args.pp, "tp": args.tp}
+    """{"dp", "pp", "tp"}: what the command line does not say, of torchrun's ranks or else of 8."""
+    sizes = {axis: getattr(args, axis) for axis in AXES}
+    left = (started() or 8) // math.prod(n for n in sizes.values() if n) or 1
+    for axis in ("tp", "pp"):
+        sizes[axis] = sizes[axis] or 2 - left % 2
+        left //= 1 if getattr(args, axis) else sizes[axis]
+    sizes["dp"] = sizes["dp"] or left
+    world = math.prod(sizes.values())
+    if started() not in (None, world):
+        would = f"--dp {started()} --pp 1 --tp 1 would do"
+        raise Unusable(f"{say(sizes)} is {world} ranks, and torchrun started {started()}; {would}")
+    return sizes
 
 
 def experiment(args):
@@ -1082,13 +1085,9 @@ def print_traffic(reports):
 
     for key in dict.fromkeys(key for report in reports for key in (*report["traffic"], *report["expected"])):
         phase, op, name = key
-        seen = [
-            report["traffic"].get(key, [0, 0])
-            for report in reports
-            if key in report["traffic"] | report["expected"]
-        ]
-        calls, sent = zip(*seen)
-        lines = {tuple(report["groups"].get(name, ())) for report in reports}
+        took_part = [report for report in reports if key in report["traffic"] | report["expected"]]
+        calls, sent = zip(*(report["traffic"].get(key, (0, 0)) for report in took_part))
+        lines = {tuple(report["groups"].get(name, ())) for report in took_part}
         size = f"{len(lines)} x {max(map(len, lines))}"
         if any(len({reports[rank]["node"] for rank in line}) > 1 for line in lines):
             size += ", across nodes"
@@ -1176,7 +1175,7 @@ def dp_axis_innermost(lab):
 
 
 def dp_taken_for_tp(lab):
-    """The norms' gradients are summed over the dp group where the tp group is meant: as large, other ranks."""
+    """The norms' gradients are summed over the dp group where the tp group is meant: other ranks."""
     right = lab.finish_gradients
     lab.finish_gradients = lambda model, groups: right(model, {**groups, "tp": groups["dp"]})
 
@@ -1556,12 +1555,34 @@ def write_whole(path, write):
     os.replace(draft, path)
 
 
+def started():
+    """How many ranks torchrun has started; None without it."""
+    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None
+
+
+def axis_size(text):
+    """A whole number of at least 1 that divides torchrun's ranks, for argparse."""
+    size = positive(text)
+    if (started() or size) % size:
+        raise argparse.ArgumentTypeError(
+            f"{size} does not divide the {started()} ranks that torchrun started"
+        )
+    return size
+
+
+def tp_size(text):
+    """An axis_size over which the heads can be dealt out."""
+    size = axis_size(text)
+    head_range(tiny_config(1), 0, size)  # or says which sizes would do
+    return size
+
+
 def add_options(parser):
     """The lab's own options."""
     add = parser.add_argument
-    add("--dp", type=positive, help="replicas (2; under torchrun as many as its ranks allow)")
-    add("--pp", type=positive, default=2, help="stages (2)")
-    add("--tp", type=positive, default=2, help="ranks that share a layer (2)")
+    add("--dp", type=axis_size, help="replicas (what --pp and --tp leave of 8 ranks, or of torchrun's)")
+    add("--pp", type=axis_size, help="stages (2)")
+    add("--tp", type=tp_size, help="ranks that share a layer (2)")
     add("--microbatches", type=positive, default=3, help="of a replica, in a step (3)")
 
 
