@@ -703,9 +703,9 @@ def usual_norms(model, groups):
 def prove(lab, sizes, microbatches, seed):
     """Two steps of lab's model on this rank of the mesh, one unclipped and one clipped, beside one device's.
 
-    Returns {"errors": {"loss", "norm", parameter: relative error, of the worse step}, "loss", "norm",
-    "one_device": the same two, "traffic", "expected": {(phase, op, group): [calls, bytes]}, "groups": {name:
-    ranks}, "norms": usual_norms(), "held": numbers, copies counted once, "whole": of the model, "node"}.
+    Returns {"errors": {"loss", "gradient norm", parameter: relative error, of the worse step}, "loss",
+    "norm", "one_device": the same two, "traffic", "expected": {(phase, op, group): [calls, bytes]}, "groups":
+    {name: ranks}, "norms": usual_norms(), "held": numbers, copies counted once, "whole": the model's, "node"}.
     """
     model = tiny_model(sizes["pp"], seed)
     groups = lab.make_groups(sizes, model.config)
@@ -723,7 +723,7 @@ def prove(lab, sizes, microbatches, seed):
         ledger.rows.clear()
         with ledger:
             my_loss, my_norm = lab.train_step(cut, *mine, groups, microbatches, most)
-        found = {"loss": relative(my_loss, loss), "norm": relative(my_norm, norm)}
+        found = {"loss": relative(my_loss, loss), "gradient norm": relative(my_norm, norm)}
         for name, p in cut.named_parameters():
             found[name] = relative(p.grad, part_of(grads[SAME.get(name, name)], p))
         errors = {name: max(error, errors.get(name, 0)) for name, error in found.items()}
@@ -774,8 +774,8 @@ def check_mesh(lab, group, seed):
                 expect(mine == line, f"the {name} group of {where}: {mine}, not {line}", hint)
     shape = [(2, 2, 2), (1, 4, 2), (4, 1, 2), (2, 4, 1), (2, 1, 4)][seed % 5]
     mesh, sizes = init_device_mesh("cpu", shape, mesh_dim_names=AXES), dict(zip(AXES, shape))
-    mine = list(lab.coordinates(group.rank(), sizes).values())
-    expect(mine == mesh.get_coordinate(), f"{mine} are not torch's coordinates, {mesh.get_coordinate()}")
+    mine, right = lab.coordinates(group.rank(), sizes), dict(zip(AXES, mesh.get_coordinate()))
+    expect(mine == right, f"{mine} are not torch's coordinates, {right}")
     for axis in AXES:
         right = dist.get_process_group_ranks(mesh.get_group(axis))
         expect(lab.group_ranks(group.rank(), axis, sizes) == right, f"torch's {axis} group is {right}")
@@ -980,7 +980,7 @@ def check_train_step(lab, group, seed):
     found = prove(lab, CUBE, 3, seed)
     for name, error in found["errors"].items():
         hint = "first every .grad is finished, over all groups; then one norm of them; by it they are clipped"
-        what = name if name in ("loss", "norm") else f"the gradient of {name}"
+        what = f"the gradient of {name}" if "." in name else name
         expect(error <= 1e-5, f"{what} on rank {group.rank()} is off by {error:.1e} (at most 1e-05)", hint)
     expect(found["traffic"] == found["expected"], "the step sends something else than it should",
            "each of the functions once")  # fmt: skip
@@ -1078,12 +1078,14 @@ def print_errors(reports):
 
 def print_traffic(reports):
     """A line for each collective, its phase and its group; returns those that the formula has otherwise."""
-    rows, failed = [["phase", "what", "group", "groups x ranks", "calls", "KiB a rank", "as expected"]], []
+    rows, failed = [["phase", "what", "group", "groups x ranks", "calls", "bytes a rank", "as expected"]], []
+    phases = list(Ledger.PHASES.values())
 
-    def spread(numbers, digits):
-        return " to ".join(dict.fromkeys(f"{n:.{digits}f}" for n in (min(numbers), max(numbers))))
+    def spread(numbers):
+        return " to ".join(dict.fromkeys(map(str, (min(numbers), max(numbers)))))
 
-    for key in dict.fromkeys(key for report in reports for key in (*report["traffic"], *report["expected"])):
+    keys = {key for report in reports for key in report["traffic"] | report["expected"]}
+    for key in sorted(keys, key=lambda key: (phases.index(key[0]), key)):
         phase, op, name = key
         took_part = [report for report in reports if key in report["traffic"] | report["expected"]]
         calls, sent = zip(*(report["traffic"].get(key, (0, 0)) for report in took_part))
@@ -1093,19 +1095,19 @@ def print_traffic(reports):
             size += ", across nodes"
         right = all(report["traffic"].get(key) == report["expected"].get(key) for report in reports)
         failed += [] if right else [f"{phase} {op} {name}"]
-        kib = spread([n / 1024 for n in sent], 2)
-        rows.append([phase, op, name, size, spread(calls, 0), kib, "yes" if right else "NO"])
+        rows.append([phase, op, name, size, spread(calls), spread(sent), "yes" if right else "NO"])
     print_table(*rows)
     return failed
 
 
-def print_norms(reports):
-    """The gradient norm as it is usually got wrong, and what clipping to 1 would multiply by."""
-    rows = [["the norm, computed", "lowest rank", "highest rank", "clipped to 1: gradients times"]]
+def print_norms(reports, most=0.5):
+    """The gradient norm as it is usually got wrong, and what clipping to `most` would multiply by."""
+    rows = [["the norm, computed", "lowest rank", "highest rank", f"clipped to {most}: gradients times"]]
     for text in reports[0]["norms"]:
-        norms = sorted(report["norms"][text] for report in reports)
-        factors = dict.fromkeys(f"{min(1, 1 / norm):.4f}" for norm in norms[:: max(1, len(norms) - 1)])
-        rows.append([text, f"{norms[0]:.5f}", f"{norms[-1]:.5f}", " .. ".join(factors)])
+        norms = [report["norms"][text] for report in reports]
+        low, high = min(norms), max(norms)
+        factors = dict.fromkeys(f"{min(1, most / norm):.4f}" for norm in (low, high))
+        rows.append([text, f"{low:.5f}", f"{high:.5f}", " to ".join(factors)])
     print_table(*rows)
 
 

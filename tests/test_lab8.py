@@ -209,7 +209,7 @@ def test_two_agents_are_two_nodes(tmp_path):
 def test_a_bug_ends_both_agents(tmp_path):
     status, printed = slurm(tmp_path, "--inject-bug", "every_copy_counts", "--tp", 1)
     assert status == 1
-    assert "FAIL lab8_3d: grad_norm, train_step, norm off by" in printed
+    assert "FAIL lab8_3d: grad_norm, train_step, gradient norm off by" in printed
 
 
 # Its bugs: the exercise whose check catches each, and what it says
@@ -226,7 +226,7 @@ CAUGHT = {
     "norm_over_tp_alone": ("grad_norm", "the other stages' parameters are missing"),
     "norm_over_all_ranks": ("grad_norm", "the replicas of dp have the same gradients"),
     "clipped_by_own_norm": ("clip", "that clips by the norm of what this rank holds"),
-    "norm_before_the_sums": ("train_step", "norm on rank"),
+    "norm_before_the_sums": ("train_step", "gradient norm on rank"),
 }
 
 
@@ -300,7 +300,7 @@ WRONG_ANSWERS = [
                           "return token_loss(model, hidden, targets, groups['tp']) / mine"],
      "a mean of the microbatches' means"),
     ("finish_gradients", [changed(SUMS, '"embedding", ', "")], "not summed over embedding: the tied table"),
-    ("finish_gradients", [changed(SUMS, '"kv", ', "")], "not summed over kv: two ranks hold the same KV head"),
+    ("finish_gradients", [changed(SUMS, '"kv", ', "")], "not summed over kv: two ranks hold"),
     ("finish_gradients", [changed(SUMS, "part.view_as(grad)", "part.view_as(grad) / groups[name].size()")],
      "a mean over"),
     ("finish_gradients", ["for p in model.parameters():\n    for name in p.shared:\n"
