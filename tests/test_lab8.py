@@ -115,7 +115,7 @@ def test_the_usual_norms_are_wrong(finished):
     assert len(set(own)) == 4 and own[:4] == own[4:], "every rank of a replica clips by another factor"
 
 
-MESHES = [(1, 1, 1), (4, 1, 2), (1, 4, 2), (1, 2, 4), (2, 4, 1), (1, 1, 8), (1, 8, 1), (8, 1, 1), (3, 1, 2)]
+MESHES = [(1, 1, 1), (1, 4, 2), (1, 2, 4), (1, 1, 8), (1, 8, 1), (8, 1, 1), (3, 1, 2)]
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=lambda shape: "x".join(map(str, shape)))
@@ -188,7 +188,7 @@ def slurm(folder, *options):
         (folder / name).chmod(0o755)
     path = os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
     job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2"}
-    job |= {"SLURM_CPUS_PER_TASK": "4", "SLURM_TEST": str(folder), "PATH": path}
+    job |= {"SLURM_CPUS_PER_TASK": "2", "SLURM_TEST": str(folder), "PATH": path}
     command = ["bash", ROOT / "labs" / "lab8_3d.slurm", *map(str, options)]
     run = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT | job, timeout=120)
     return run.returncode, "".join((folder / f"node{node}.out").read_text() for node in (0, 1))
@@ -197,19 +197,20 @@ def slurm(folder, *options):
 def test_two_agents_are_two_nodes(tmp_path):
     status, printed = slurm(tmp_path, "--json", tmp_path / "lab8.json")
     assert status == 0, printed
-    assert "LLaMA on 8 ranks of 2 nodes, dp x pp x tp = 2 x 2 x 2, beside one device" in printed
+    assert "LLaMA on 4 ranks of 2 nodes, dp x pp x tp = 1 x 2 x 2, beside one device" in printed
     assert printed.count("PASS lab8_3d: all 7 exercises' checks hold") == 1, "rank 0 alone speaks"
     results = json.loads((tmp_path / "lab8.json").read_text())
     holds(results["ranks"])
-    assert [report["node"] for report in results["ranks"]] == [0] * 4 + [1] * 4
-    across = [line for line in printed.splitlines() if "across nodes" in line]
-    assert across and all(" dp " in line for line in across), "tp and pp stay on their node"
+    assert [report["node"] for report in results["ranks"]] == [0, 0, 1, 1]
+    rows = [line.split()[2] for line in printed.splitlines() if "across nodes" in line]
+    assert set(rows) == {"pp", "embedding", "model"}, "tp stays on its node"
 
 
-def test_a_bug_ends_both_agents(tmp_path):
-    status, printed = slurm(tmp_path, "--inject-bug", "every_copy_counts", "--tp", 1)
+def test_bad_input_ends_both_agents(tmp_path):
+    """Rank 0 alone reads the command line: the others, on either node, must not wait for it."""
+    status, printed = slurm(tmp_path, "--tp", 3)
     assert status == 1
-    assert "FAIL lab8_3d: grad_norm, train_step, gradient norm off by" in printed
+    assert printed.count("error: argument --tp: 3 does not divide the 4 ranks that torchrun started") == 1
 
 
 # Its bugs: the exercise whose check catches each, and what it says
@@ -219,8 +220,8 @@ CAUGHT = {
     "dp_taken_for_tp": ("finish_gradients", "norm.weight is off by"),
     "shuffled_by_rank": ("train_step", "is off by"),
     "mean_over_replicas": ("train_step", "is off by"),
-    "untied_table": ("finish_gradients", "the gradient of model.embed_tokens.weight is off by"),
-    "unsummed_norm_weights": ("finish_gradients", "norm.weight is off by"),
+    "untied_table": ("train_step", "is off by"),
+    "unsummed_norm_weights": ("train_step", "is off by"),
     "summed_twice": ("finish_gradients", "is off by"),
     "every_copy_counts": ("grad_norm", "counted once for each of them"),
     "norm_over_tp_alone": ("grad_norm", "the other stages' parameters are missing"),
@@ -291,7 +292,7 @@ WRONG_ANSWERS = [
     ("mesh", [None, "world = math.prod(sizes.values())\nmine = coordinates(rank, sizes)[axis]\n"
                     "return [r for r in range(world) if coordinates(r, sizes)[axis] == mine]"],
      "these share a coordinate that a group differs in"),
-    ("copies_of", ["return ['tp', 'dp'] if 'norm' in name else ['dp']"], "the group kv"),
+    ("copies_of", ["return ['tp', 'dp'] if 'norm' in name else ['dp']"], "the group embedding"),
     ("copies_of", ["return ['tp'] if 'norm' in name else []"], "all replicas of dp hold every parameter"),
     ("loss_scale", ["return (targets != IGNORE).sum()", None], "these are this replica's: sum over dp"),
     ("loss_scale", ["return all_reduce((targets != IGNORE).sum(), dist.group.WORLD)", None],
@@ -302,7 +303,7 @@ WRONG_ANSWERS = [
     ("finish_gradients", [changed(SUMS, '"embedding", ', "")], "not summed over embedding: the tied table"),
     ("finish_gradients", [changed(SUMS, '"kv", ', "")], "not summed over kv: two ranks hold"),
     ("finish_gradients", [changed(SUMS, "part.view_as(grad)", "part.view_as(grad) / groups[name].size()")],
-     "a mean over"),
+     "means, where sums are wanted"),
     ("finish_gradients", ["for p in model.parameters():\n    for name in p.shared:\n"
                           "        p.grad.copy_(all_reduce(p.grad, groups[name]))"],
      "join a group's gradients"),
@@ -310,7 +311,7 @@ WRONG_ANSWERS = [
     ("grad_norm", [changed(NORM, 'if name != "dp"', 'if name not in ("dp", "embedding")')],
      "the tied table is counted on the first stage and on the last"),
     ("grad_norm", [changed(NORM, 'all_reduce(squares, groups["model"])', "squares")],
-     "this is the norm of what this rank holds"),
+     "this is this rank's share: sum the squares"),
     ("grad_norm", [changed(NORM, 'groups["model"]', 'groups["tp"]')], "the other stages' parameters"),
     ("grad_norm", [changed(NORM, ".sqrt()", "")], "the root of the sum of squares"),
     ("clip", ["for p in model.parameters():\n    p.grad.mul_(most / (norm + 1e-6))"],
