@@ -892,10 +892,10 @@ def check_finish_gradients(lab, group, seed):
                     axis = axis_of[over]
                     some = [r for r in ranks if coordinates(r, sizes)[axis] == here[axis]]
                     hints[f"not summed over {over}: {why[over]}"] = sum(parts[r] for r in some)
-                    mean = f"a mean over {over}, not the sum: microbatch_loss has divided already"
+                    mean = f"a mean, not the sum, over {over}: microbatch_loss has divided already"
                     hints[mean] = sum(parts.values()) / groups[over].size()
             means = sum(parts.values()) / math.prod(groups[over].size() for over in p.shared)
-            right[name] = sum(parts.values()), hints | {"means, where sums are wanted": means}
+            right[name] = sum(parts.values()), hints | {"a mean, not the sum, over every group": means}
         with Traffic() as traffic:
             lab.finish_gradients(model, groups)
         for name, p in model.named_parameters():

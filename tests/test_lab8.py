@@ -242,6 +242,16 @@ def test_a_bug_is_caught(bug):
     assert not passed and expected in f"{report} {hint}"
 
 
+def test_a_bug_makes_the_lab_exit_1(capsys, monkeypatch, tmp_path):
+    """The model on the ranks asked for catches it too, without the exercises' checks."""
+    monkeypatch.setattr(lab8, "CHECKS", {"clip": lab8.CHECKS["clip"]})
+    options = ["--inject-bug", "every_copy_counts", "--dp", "1", "--pp", "1", "--tp", "2"]
+    assert lab8.main([*options, "--json", str(tmp_path / "bug.json")]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("FAIL lab8_3d: gradient norm off by")
+    results = json.loads((tmp_path / "bug.json").read_text())
+    assert not results["passed"] and results["exercises"]["clip"]["passed"]
+
+
 # What a learner hands in: (exercise, its regions in their order (None: the right one), part of the verdict)
 
 SUMS = """
@@ -303,7 +313,7 @@ WRONG_ANSWERS = [
     ("finish_gradients", [changed(SUMS, '"embedding", ', "")], "not summed over embedding: the tied table"),
     ("finish_gradients", [changed(SUMS, '"kv", ', "")], "not summed over kv: two ranks hold"),
     ("finish_gradients", [changed(SUMS, "part.view_as(grad)", "part.view_as(grad) / groups[name].size()")],
-     "means, where sums are wanted"),
+     "a mean, not the sum, over"),
     ("finish_gradients", ["for p in model.parameters():\n    for name in p.shared:\n"
                           "        p.grad.copy_(all_reduce(p.grad, groups[name]))"],
      "join a group's gradients"),
