@@ -958,7 +958,7 @@ def check_clip(lab, group, seed):
     full = [drawn(p.shape, seed, i) for i, p in enumerate(everything)]
     norm = torch.linalg.vector_norm(torch.cat([f.flatten() for f in full]).double())
     own = torch.linalg.vector_norm(torch.cat([f.flatten() for f in full[:-1]]))
-    for most in (norm.item() / 100, norm.item() * 3):  # above and below the norm of every single tensor
+    for most in (norm.item() / 100, norm.item() * 3):  # below and above every tensor of it
         for p, f in zip(everything, full):
             p.grad = f.clone()
         nn.utils.clip_grad_norm_(everything, most)
