@@ -297,12 +297,12 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, target, start, group):
-        peak = all_reduce(logits.float().max(-1, keepdim=True).values, group, dist.ReduceOp.MAX)
+        peak = all_reduce(logits.max(-1, keepdim=True).values.float(), group, dist.ReduceOp.MAX)
         shifted = logits.float() - peak
         elsewhere = (target < start) | (target >= start + logits.shape[-1])
         column = (target - start).masked_fill(elsewhere, 0)[:, None]
         target_logit = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0)
-        target_logit, sum_exp = all_reduce(torch.stack([target_logit, shifted.exp().sum(-1)]), group)
+        target_logit, sum_exp = all_reduce(torch.stack([target_logit, shifted.exp_().sum(-1)]), group)
         # Not peak + log(sum_exp) as one number: rounded at the size of a logit, it would cost two digits of
         # the gradient of a confident prediction, where softmax - 1 is small.
         ctx.save_for_backward(logits, column, elsewhere, peak, sum_exp)
@@ -311,9 +311,9 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # d loss / d logits = softmax - one_hot(target): no communication
         logits, column, elsewhere, peak, sum_exp = ctx.saved_tensors
-        softmax = (logits.float() - peak).exp() / sum_exp[:, None]
+        softmax = (logits.float() - peak).exp_().div_(sum_exp[:, None])
         softmax.scatter_add_(-1, column, -(~elsewhere)[:, None].to(softmax.dtype))
-        return (softmax * grad[:, None]).to(logits.dtype), None, None, None
+        return softmax.mul_(grad[:, None]).to(logits.dtype), None, None, None
 
 
 # Copied from tp.py
@@ -1515,26 +1515,22 @@ def main(argv=None):
             if path and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):
                 raise Unusable(f"cannot write {path}: a directory, or in none that can be written")
         results = {"lab": Path(__file__).stem, "exercises": run_checks(args), **experiment(args)}
+        failed = [name for name, result in results["exercises"].items() if not result["passed"]]
+        failed += [name for name in results.get("failed", []) if name not in failed]
+        results["passed"] = not failed
+        count = f"all {len(results['exercises'])} exercises' checks hold"
+        print(f"\n{'FAIL' if failed else 'PASS'} {results['lab']}: {', '.join(failed) or count}", flush=True)
+        if args.json:
+            write_whole(args.json, lambda path: Path(path).write_text(json.dumps(results, indent=1) + "\n"))
+        if args.plot:
+            write_whole(args.plot, partial(draw, results))
+        return 1 if failed else 0
     except Unusable as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
     except Wrong as wrong:  # a rank of an experiment, which has nothing to compare
         print(f"\nFAIL {Path(__file__).stem}: {wrong.found}")
         return 1
-    failed = [name for name, result in results["exercises"].items() if not result["passed"]]
-    failed += [name for name in results.get("failed", []) if name not in failed]
-    results["passed"] = not failed
-    if args.json:
-        write_whole(args.json, lambda path: Path(path).write_text(json.dumps(results, indent=1) + "\n"))
-    if args.plot:
-        write_whole(args.plot, partial(draw, results))
-    lab, count = results["lab"], len(results["exercises"])
-    print(
-        f"\nFAIL {lab}: {', '.join(failed)}"
-        if failed
-        else f"\nPASS {lab}: all {count} exercises' checks hold"
-    )
-    return 1 if failed else 0
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -1560,10 +1556,15 @@ def positive(text):
 
 # Copied from tp.py
 def write_whole(path, write):
-    """Have write(another path) make the file, then name it path: whole or not at all."""
+    """Have write(another path) make the file, then name it path: whole or not at all, or Unusable."""
     draft = f"{path}.{os.getpid()}{Path(path).suffix}"
-    write(draft)
-    os.replace(draft, path)
+    try:
+        write(draft)
+        os.replace(draft, path)
+    except (OSError, ValueError) as problem:  # a full disk; a picture of a kind that matplotlib lacks
+        raise Unusable(f"cannot write {path}: {problem}") from None
+    finally:
+        Path(draft).unlink(missing_ok=True)
 
 
 def started():
