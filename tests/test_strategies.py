@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,10 @@ def exact(script):
     return [*SCRIPTS[script], "--dtype", "float64"]
 
 
+def again(script):
+    return [*all_modes(script, "float32"), "--seed", "0"]  # which is the default
+
+
 def shaped(script, name):
     return [*SCRIPTS[script], "--model", shape(name), "--length", "37", *VARIANTS.get(name, [])]
 
@@ -131,7 +136,7 @@ def commands(ranks):
     if ranks in (2, 3):
         rows += [traffic(script, name) for script in MANUAL for name in ("kv1", "kv4")]
     if ranks == 2:
-        rows += [bfloat16(script) for script in SCRIPTS]
+        rows += [again(script) for script in SCRIPTS] + [bfloat16(script) for script in SCRIPTS]
         rows += [sabotaged(script, bug) for script in MANUAL for bug in BUGS[script].split()]
         rows += [chunked(script) for script in SCRIPTS] + [tiled(script) for script in SCRIPTS]
     return rows
@@ -185,6 +190,17 @@ def all_modes_hold(outcome, ranks, script, dtype):
     assert all(row["bytes"] == row["expected_bytes"] for row in benchmark["traffic"])
     assert bool(benchmark["traffic"]) == (ranks > 1 or script == "tp_dtensor")  # PyTorch's reduces alone, too
     assert 0 < benchmark["forward_s"]["median"] < benchmark["forward_backward_s"]["median"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_same_seed_gives_the_same_numbers(outcomes, script):
+    one, two = (
+        outcomes(2, commands(2), make(script))["json"]
+        for make in (partial(all_modes, dtype="float32"), again)
+    )
+    assert one["correctness"] == two["correctness"], "bit for bit"
+    assert one["learning"] == two["learning"]
+    assert one["benchmark"]["traffic"] == two["benchmark"]["traffic"]
 
 
 @pytest.mark.parametrize("ranks,script", [[p, s] for p in (1, 2, 4) for s in SCRIPTS])

@@ -1,0 +1,33 @@
+"""Several nodes: two torchrun agents on this machine, which meet over loopback."""
+
+import socket
+import subprocess
+import sys
+
+import pytest
+from conftest import ENVIRONMENT, ROOT
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("script", ["tp.py", "sp_megatron.py", "sp_ulysses.py", "pp.py"])
+def test_two_agents_run_one_job(script):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    launch = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv-backend=c10d"]
+    command = [sys.executable, *launch, f"--rdzv-endpoint=127.0.0.1:{port}", script, "--length", "64"]
+    how = {
+        "cwd": ROOT,
+        "env": ENVIRONMENT,
+        "text": True,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+    }
+    nodes = [subprocess.Popen(command, **how) for _ in range(2)]
+    said = [node.communicate(timeout=200) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    reports = [out for out, _ in said if out]
+    assert len(reports) == 1, "rank 0 speaks, and it is on one node"
+    assert "2 ranks (gloo, cpu)" in reports[0]
+    assert reports[0].strip().splitlines()[-1].startswith("PASS correctness")
