@@ -1,0 +1,105 @@
+"""The notebooks: what is committed is whole, and all of it runs anew, in a fresh kernel and in time."""
+
+import re
+import time
+
+import pytest
+from conftest import ROOT
+
+pytestmark = pytest.mark.slow
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+SECONDS, NOISE = 120, 2  # a notebook's limit on a quiet machine; how much slower a busy one may be
+OF_A_MACHINE = re.compile(r"/(home|root|tmp|work|Users|private|var)/|[A-Z]:\\\\")  # a path nobody else has
+
+
+def read(path):
+    """The notebook, checked against the format's own schema."""
+    import nbformat  # of the extra `notebooks`
+
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    return notebook
+
+
+def outputs(notebook):
+    """All outputs of a notebook's code cells."""
+    return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+
+
+def pictures(notebook):
+    """How many PNGs each cell shows."""
+    return [
+        sum("image/png" in output.get("data", {}) for output in cell.get("outputs", []))
+        for cell in notebook.cells
+    ]
+
+
+def problems(notebook):
+    """What a reader should not meet: errors, warnings, paths of a machine, cells that ran out of order."""
+    found = []
+    for output in outputs(notebook):
+        text = output.get("text", "") + str(output.get("data", {}).get("text/plain", ""))
+        if output.output_type == "error":
+            found.append(f"error: {output.evalue}")
+        if output.get("name") == "stderr":
+            found.append(f"on stderr: {text}")
+        found += [f"a path of a machine: {line}" for line in text.splitlines() if OF_A_MACHINE.search(line)]
+    counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
+    if counts != list(range(1, len(counts) + 1)):
+        found.append(f"not run once from top to bottom: {counts}")
+    return found
+
+
+def test_all_seven_are_there():
+    names = ["1_collectives", "2_tensor_parallel", "3_sequence_parallel", "4_ulysses"]
+    names += ["5_pipeline", "6_memory_and_oom", "7_break_it"]
+    assert [path.stem for path in NOTEBOOKS] == names
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_committed(path):
+    """Outputs and pictures are there, nothing in them belongs to one machine, and the source names none."""
+    notebook = read(path)
+    assert problems(notebook) == []
+    assert sum(pictures(notebook)) >= 3
+    assert not [cell.source for cell in notebook.cells if OF_A_MACHINE.search(cell.source)]
+    assert notebook.metadata.kernelspec.name == "python3"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_runs_anew(path):
+    """Every cell runs in a fresh kernel, within the time, and draws as many pictures as are committed."""
+    from nbclient import NotebookClient  # of the extra `notebooks`
+
+    notebook, committed = read(path), pictures(read(path))
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    begin = time.monotonic()
+    NotebookClient(
+        notebook,
+        timeout=SECONDS * NOISE,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(path.parent)}},
+    ).execute()  # raises on a cell's error
+    seconds = time.monotonic() - begin
+    assert problems(notebook) == []
+    assert pictures(notebook) == committed
+    assert seconds < SECONDS * NOISE, f"{seconds:.0f} s, where {SECONDS} are the limit on a quiet machine"
+
+
+def test_a_bad_notebook_is_seen():
+    """The checks above see what they are there for."""
+    import nbformat.v4 as nbf
+
+    good = nbf.new_output("stream", name="stdout", text="$ python tp.py\nPASS")
+    bad = [
+        nbf.new_output("error", ename="ValueError", evalue="no", traceback=[]),
+        nbf.new_output("stream", name="stderr", text="FutureWarning: soon"),
+        nbf.new_output("stream", name="stdout", text="wrote /tmp/x/results.json"),
+        nbf.new_output("execute_result", {"text/plain": "PosixPath('/home/me/x')"}, execution_count=1),
+    ]
+    for output, count, expected in [(good, 1, 0), (good, 2, 1), *((output, 1, 1) for output in bad)]:
+        cell = nbf.new_code_cell("x", outputs=[output], execution_count=count)
+        assert len(problems(nbf.new_notebook(cells=[cell]))) == expected
