@@ -1158,11 +1158,27 @@ def find_model(name):
         raise Unusable(f"{name}: no such directory, and the hub does not answer ({presets})")
     try:
         config = transformers.AutoConfig.from_pretrained(**source)
-    except (OSError, ValueError) as problem:
-        raise Unusable(f"cannot read the model {name}: {str(problem).splitlines()[0]}") from None
+    except Exception as problem:  # of many kinds, by what is wrong in the file
+        raise Unusable(f"cannot read the model {name}: {first_line(problem)}") from None
     if config.model_type != "llama":
         raise Unusable(f"{name} has model_type {config.model_type}; these scripts take llama")
+    for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        size, least = getattr(config, key), 2 if key == "vocab_size" else 1  # of one word nothing is learnt
+        if type(size) is not int or size < least:
+            raise Unusable(f"{key} is {size} in {name}; a whole number of at least {least} would do")
+    try:  # shapes without memory
+        with torch.device("meta"), torch.no_grad():
+            model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+            model(inputs_embeds=torch.empty(1, 2, config.hidden_size))
+    except Exception as problem:
+        raise Unusable(f"transformers cannot run the model {name}: {first_line(problem)}") from None
     return config, None if path.is_dir() and not any(path.glob("*.safetensors")) else source
+
+
+# Copied from tp.py
+def first_line(problem):
+    """What an exception says, in one line."""
+    return f"{type(problem).__name__}: {problem}".splitlines()[0]
 
 
 # Copied from tp.py

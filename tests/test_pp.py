@@ -210,6 +210,7 @@ def test_one_f_one_b_bounds_what_is_in_flight(outcomes, ranks):
     boundary = 64 * 64 * 4  # one microbatch's (b, s, h) in float32; a layer's input is one such
     assert growth("afab") > 8 * boundary * (8 // ranks)
     assert growth("1f1b") < growth("afab") / 4
+    assert growth("zb") < growth("afab") / 4
 
 
 @pytest.mark.parametrize("schedule", ["afab", "1f1b"])
