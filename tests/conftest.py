@@ -19,7 +19,7 @@ def torchrun(ranks, *command, timeout=300, **options):
     return subprocess.run([*launch, *map(str, command)], timeout=timeout, **options)
 
 
-def python(*command, timeout=120, env=None):
+def python(*command, timeout=300, env=None):
     """A script without torchrun; returns the CompletedProcess, output as text."""
     options = {"cwd": ROOT, "env": ENVIRONMENT | (env or {}), "capture_output": True, "text": True}
     return subprocess.run([sys.executable, *map(str, command)], timeout=timeout, **options)

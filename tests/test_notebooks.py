@@ -1,7 +1,6 @@
-"""The notebooks: what is committed is whole, and all of it runs anew, in a fresh kernel and in time."""
+"""The notebooks: what is committed is whole, and all of it runs anew, in a fresh kernel."""
 
 import re
-import time
 
 import pytest
 from conftest import ROOT
@@ -9,7 +8,7 @@ from conftest import ROOT
 pytestmark = pytest.mark.slow
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-SECONDS, NOISE = 120, 2  # a notebook's limit on a quiet machine; how much slower a busy one may be
+HANGS = 600  # seconds for a cell: long past the two minutes that a notebook takes on a quiet machine
 OF_A_MACHINE = re.compile(r"/(home|root|tmp|work|Users|private|var)/|[A-Z]:\\\\")  # a path nobody else has
 
 
@@ -69,24 +68,21 @@ def test_committed(path):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs_anew(path):
-    """Every cell runs in a fresh kernel, within the time, and draws as many pictures as are committed."""
+    """Every cell runs in a fresh kernel, and draws as many pictures as are committed."""
     from nbclient import NotebookClient  # of the extra `notebooks`
 
     notebook, committed = read(path), pictures(read(path))
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
-    begin = time.monotonic()
     NotebookClient(
         notebook,
-        timeout=SECONDS * NOISE,
+        timeout=HANGS,
         kernel_name="python3",
         resources={"metadata": {"path": str(path.parent)}},
     ).execute()  # raises on a cell's error
-    seconds = time.monotonic() - begin
     assert problems(notebook) == []
     assert pictures(notebook) == committed
-    assert seconds < SECONDS * NOISE, f"{seconds:.0f} s, where {SECONDS} are the limit on a quiet machine"
 
 
 def test_a_bad_notebook_is_seen():
