@@ -20,7 +20,7 @@ FILE = ROOT / "labs" / "lab3_pitfalls.py"
 def run(*options):
     """The lab as a user runs it."""
     command = [sys.executable, str(FILE), *map(str, options)]
-    return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=150)
+    return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="module")

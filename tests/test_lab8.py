@@ -190,7 +190,7 @@ def slurm(folder, *options):
     job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2"}
     job |= {"SLURM_CPUS_PER_TASK": "2", "SLURM_TEST": str(folder), "PATH": path}
     command = ["bash", ROOT / "labs" / "lab8_3d.slurm", *map(str, options)]
-    run = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT | job, timeout=120)
+    run = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT | job, timeout=300)
     return run.returncode, "".join((folder / f"node{node}.out").read_text() for node in (0, 1))
 
 
