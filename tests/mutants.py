@@ -15,6 +15,7 @@ the same, stand in EQUIVALENT with the reason. Exit status: 0 if exactly these s
 import argparse
 import ast
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -162,6 +163,7 @@ def swapped_sign(node, sign, text):
     )
 
 
+@functools.cache
 def mutants(script):
     """All mutants of one script, in the order of its lines."""
     source = (ROOT / script).read_text()

@@ -115,6 +115,7 @@ def test_right_answers_pass(desk):
     assert run.stdout.splitlines()[-1] == "PASS lab0_small: 11 of 11 exercises pass"
 
 
+@pytest.mark.slow
 def test_each_wrong_answer_fails_alone(desk):
     answers = iter(WRONG)
     text = SMALL_LAB + RIGHT.sub(lambda match: next(answers), TOTALS)

@@ -4,8 +4,9 @@ import mutants
 import pytest
 from conftest import python
 
+pytestmark = pytest.mark.slow  # to make them all takes half a minute, to run the sample minutes
 
-@pytest.mark.slow
+
 def test_correctness_catches_what_changes_the_mathematics():
     run = python("tests/mutants.py", "--every", "12", timeout=900)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]

@@ -152,6 +152,7 @@ def test_search_takes_the_bracket_it_is_given():
 # Among fake scripts
 
 
+@pytest.mark.slow
 def test_table_ranks_that_differ_and_what_the_journal_saves(folder):
     fake(folder, tp={}, sp_megatron={"refuse": 2}, pp={"mib": [1, 1, 1, 2]})
     asked = ["--memory-gib", "5", "--nproc", "1", "2", "4", "--strategy", "tp", "sp", "pp"]
@@ -249,6 +250,7 @@ def test_interrupted(folder, number):
     assert not alive(folder)
 
 
+@pytest.mark.slow
 def test_on_gpus_every_rank_must_fit(folder):
     """Two ranks of one job, which meet over gloo here: rank 1 runs out of memory, and rank 0 waits."""
     fake(folder, tp={"oom_above": [900, 500]})

@@ -7,7 +7,6 @@ from conftest import python
 from test_strategies import FOLDER, SHAPES, shape
 
 SCHEDULES = ["afab", "1f1b", "interleaved", "zb"]
-MICROBATCHES = ["1", "4", "7"]
 CULPRIT = {  # what each bug breaks first, in the order of computation, under 1f1b on 2 ranks of 4 layers
     "unscaled_loss": "loss",
     "mean_of_means": "loss",
@@ -106,13 +105,13 @@ TOO_MANY = ["pp.py", "--schedule", "interleaved", "--virtual-stages", "5"]
 
 def commands(ranks):
     """All that is run on a set of ranks, in one go."""
-    rows = [step(s, m, "float64") for s in SCHEDULES for m in MICROBATCHES if ranks == 2 or m == "7"]
+    rows = [step(s, m, "float64") for s in SCHEDULES for m in ("1", "7") if ranks == 2 or m == "7"]
     if ranks == 1:
         rows += [drawn(s) for s in SCHEDULES] + [["pp.py", *options] for options, _ in BAD]
     if ranks == 2:
         rows += [all_modes(s, "4", "float32") for s in SCHEDULES]
         rows += [step(s, "7", "bfloat16") for s in SCHEDULES]
-        rows += [bug("1f1b", name) for name in CULPRIT] + [bug("zb", name) for name in CULPRIT]
+        rows += [bug("1f1b", name) for name in CULPRIT]
         rows += [shaped(s, name) for s in ("1f1b", "zb") for name in SHAPES] + list(map(plain, PLAIN))
         rows += [by_torch(s) for s in ("afab", "1f1b")] + [TOO_MANY]
     if ranks in (2, 3):
@@ -121,7 +120,7 @@ def commands(ranks):
 
 
 # tiny's 8 layers: 3 stages, or 6, do not divide them
-@pytest.mark.parametrize("ranks,microbatches", [(2, "1"), (2, "4"), *((p, "7") for p in (1, 2, 3, 4))])
+@pytest.mark.parametrize("ranks,microbatches", [(2, "1"), *((p, "7") for p in (1, 2, 3, 4))])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_float64_is_exact(outcomes, ranks, schedule, microbatches):
     outcome = outcomes(ranks, commands(ranks), step(schedule, microbatches, "float64"))
@@ -166,17 +165,17 @@ def test_losses_and_recomputation(outcomes, name):
     assert outcome["exit"] == 0, outcome["output"]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb"])
 @pytest.mark.parametrize("name", CULPRIT)
-def test_every_bug_is_caught_and_its_culprit_named(outcomes, schedule, name):
-    bug_is_caught(outcomes(2, commands(2), bug(schedule, name)), schedule, name)
+def test_every_bug_is_caught_and_its_culprit_named(outcomes, name):
+    bug_is_caught(outcomes(2, commands(2), bug("1f1b", name)), "1f1b", name)
 
 
 @pytest.mark.slow
-def test_every_bug_is_caught_on_three_ranks(outcomes):
-    rows = [bug("interleaved", name) for name in CULPRIT]
+@pytest.mark.parametrize("ranks,schedule", [(2, "zb"), (3, "interleaved")])
+def test_every_bug_is_caught_under_other_schedules(outcomes, ranks, schedule):
+    rows = [bug(schedule, name) for name in CULPRIT]
     for name in CULPRIT:
-        bug_is_caught(outcomes(3, rows, bug("interleaved", name)), "interleaved", name)
+        bug_is_caught(outcomes(ranks, rows, bug(schedule, name)), schedule, name)
 
 
 def bug_is_caught(outcome, schedule, name):

@@ -64,6 +64,7 @@ def test_a_process_of_its_own_exits_2(script):
     assert run.stderr == "error: argument --length: nine is not a whole number of at least 1\n"
 
 
+@pytest.mark.slow
 def test_under_torchrun_rank_0_alone_says_why():
     begin = time.time()
     run = torchrun(4, "tp.py", "--model", "smollm2-135m")
@@ -82,7 +83,7 @@ def test_one_of_the_fake_ranks_measures_alone(tmp_path):
     assert "4 ranks (fake, cpu)" in run.stdout and "PASS benchmark" in run.stdout
 
 
-@pytest.mark.parametrize("script", STRATEGIES)
+@pytest.mark.parametrize("script", ["sp_megatron.py", "pp.py"])
 def test_a_killed_rank_ends_the_job(script, tmp_path):
     command = [
         sys.executable,
