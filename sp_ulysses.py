@@ -1287,28 +1287,34 @@ def give_signs(store, rank, over):
 def explain(problem, args):
     """Say why this rank cannot go on: by itself, or because it waited in vain, and for whom."""
     rank, world, text = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), str(problem)
-    here = place(traceback.extract_tb(problem.__traceback__))
+    here, store = place(traceback.extract_tb(problem.__traceback__)), getattr(args, "store", None)
+    in_vain = re.search("timed? ?out", text, re.IGNORECASE)
+    cut_off = re.search("peer|closed|reset|broken pipe", text, re.IGNORECASE)
 
     def known(key):
-        return args.store.get(key).decode() if args.store.check([key]) else "no place"
+        return store.get(key).decode() if store.check([key]) else "no place"
 
-    if args.store is not None and re.search("timed? ?out", text, re.IGNORECASE):
-        args.store.set(f"waited {rank}", here)
+    if store is not None and (in_vain or cut_off):
+        store.set(f"gave up {rank}", f"{'waited' if in_vain else 'was cut off'} in {here}")
         time.sleep(3)  # the others give up at about the same time
-        waited = [args.store.check([f"waited {r}"]) for r in range(world)]
-        for r in range(world) if rank == waited.index(True) else ():
-            if not waited[r]:
-                lost = f"rank {r} did not answer for {args.timeout} s (--timeout)"
-                lost += f", last seen in {known(f'at {r}')}; rank {rank} waited in {here}"
-                print(f"error: {lost}", file=sys.stderr, flush=True)
+        gave_up = [known(f"gave up {r}") for r in range(world)]
+        if in_vain and not any("waited" in other for other in gave_up[:rank]):  # one speaks for all
+            lost = [r for r in range(world) if gave_up[r] == "no place"]
+            for r in lost:
+                said = f"error: rank {r} did not answer for {args.timeout} s (--timeout)"
+                said += f", last seen in {known(f'at {r}')}; rank {rank} waited in {here}"
+                print(said, file=sys.stderr, flush=True)
                 host, pid = known(f"process {r}").split()  # "no place" where it never came so far
                 if host == socket.gethostname():  # torchrun would wait half a minute more for a stopped one
                     os.kill(int(pid), signal.SIGKILL)
-    elif args.store is not None and re.search("peer|closed|reset|broken pipe", text, re.IGNORECASE):
-        time.sleep(10)  # another rank has gone, which torchrun names, and ends us
-    else:
-        traceback.print_exception(problem)
-        print(f"error: rank {rank} failed in {here}: {type(problem).__name__}", file=sys.stderr, flush=True)
+            if not lost:
+                said = "; ".join(f"rank {r} {other}" for r, other in enumerate(gave_up))
+                said = f"error: all wait for one another, {args.timeout} s (--timeout) by now: {said}"
+                print(said, file=sys.stderr, flush=True)
+            return 1
+        time.sleep(7)  # the rank that is to blame says so, or torchrun names it, and ends us
+    traceback.print_exception(problem)
+    print(f"error: rank {rank} failed in {here}: {type(problem).__name__}", file=sys.stderr, flush=True)
     return 1
 
 

@@ -2,9 +2,12 @@
 
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent, indent
 
 import pytest
 
@@ -23,6 +26,39 @@ def python(*command, timeout=300, env=None):
     """A script without torchrun; returns the CompletedProcess, output as text."""
     options = {"cwd": ROOT, "env": ENVIRONMENT | (env or {}), "capture_output": True, "text": True}
     return subprocess.run([sys.executable, *map(str, command)], timeout=timeout, **options)
+
+
+def free_port():
+    """A port of this machine that nobody listens at."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+REGION = re.compile(r"^( *)# exercise: (\w+)\n(.*?)^ *# end exercise\n", re.M | re.S)
+
+
+def splice(lab, path, exercise, regions):
+    """Write a lab (its module) to path, with the exercise's regions replaced; None leaves one as it is."""
+    regions = iter(regions)
+
+    def replaced(match):
+        answer = next(regions) if match[2] == exercise else None
+        return match[0] if answer is None else indent(dedent(answer).strip("\n"), match[1]) + "\n"
+
+    path.write_text(REGION.sub(replaced, Path(lab.__file__).read_text()))
+    assert next(regions, None) is None, "more answers than regions"
+    return path
+
+
+def graded(lab, file, exercise, bug=None, seed=1, timeout=30):
+    """What a lab's check of an exercise says of a file: (passed, report, hint)."""
+    check, world = lab.CHECKS[exercise]
+    try:
+        reports = lab.on_ranks(world, lab.check_on_rank, str(file), bug, exercise, seed, timeout=timeout)
+    except lab.Wrong as wrong:
+        return False, wrong.found, wrong.hint
+    return True, reports[0], ""
 
 
 def run_many(ranks, commands, folder, offline, timeout=1200):

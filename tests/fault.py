@@ -2,8 +2,9 @@
 
     torchrun --nproc_per_node=2 tests/fault.py KIND WHERE RANK SCRIPT.py [its options]
 
-KIND: kill (SIGKILL), stop (SIGSTOP), raise (an exception), hang (never returns). WHERE: start (as the
-ranks join), forward and backward (of an MLP in the middle of the model), collective (instead of sending).
+KIND: kill (SIGKILL), stop (SIGSTOP), raise (an exception), hang (never returns), wait (for a message that
+nobody sends). WHERE: start (as the ranks join), forward and backward (of an MLP in the middle of the model),
+collective (instead of sending).
 """
 
 import os
@@ -12,6 +13,7 @@ import signal
 import sys
 import time
 
+import torch
 import torch.distributed as dist
 from transformers.models.llama import modeling_llama
 
@@ -25,6 +27,8 @@ def fault(*_):
         raise ValueError("a fault of this test")
     if KIND in ("kill", "stop"):
         os.kill(os.getpid(), signal.SIGKILL if KIND == "kill" else signal.SIGSTOP)
+    if KIND == "wait":
+        dist.recv(torch.empty(1), src=0)
     while True:
         time.sleep(1)
 

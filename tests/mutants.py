@@ -19,7 +19,6 @@ import functools
 import json
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -28,7 +27,8 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+from conftest import ROOT, free_port
+
 SCRIPTS = ["tp.py", "sp_megatron.py", "sp_ulysses.py", "pp.py"]
 TIMEOUT = 30  # seconds; a trial takes about one
 NOT_RUN = {  # what correctness without further options never runs; each has tests of its own
@@ -54,15 +54,12 @@ SWAPS = {  # a function and the one that it is mistaken for
     "send": "receive",
 }
 COLLECTIVES = {*SWAPS, "all_reduce", "all_to_all"} - {"column_parallel", "send"}
-OTHER = {
-    ast.Add: "-", ast.Sub: "+", ast.Mult: "//", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "//",
-    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
-    ast.Is: "is not", ast.IsNot: "is", ast.BitOr: "&", ast.And: "or", ast.Or: "and",
-}  # fmt: skip
-SIGNS = {
-    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%",
-    ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=",
-    ast.Is: "is", ast.IsNot: "is not", ast.BitOr: "|", ast.And: "and", ast.Or: "or",
+SIGNS = {  # of an operation, and of the one that it is changed to
+    ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "//"), ast.Div: ("/", "*"),
+    ast.FloorDiv: ("//", "*"), ast.Mod: ("%", "//"), ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"),
+    ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="),
+    ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.BitOr: ("|", "&"),
+    ast.And: ("and", "or"), ast.Or: ("or", "and"),
 }  # fmt: skip
 
 SMALL = {
@@ -127,7 +124,7 @@ def changes(node, text):
         yield node, str(not node.value)
     if isinstance(node, (ast.BinOp, ast.Compare, ast.BoolOp)):
         sign = type(node.ops[0] if isinstance(node, ast.Compare) else node.op)
-        if sign in OTHER:
+        if sign in SIGNS:
             yield node, swapped_sign(node, sign, text)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.Invert, ast.Not)):
         yield node, text(node.operand)
@@ -151,16 +148,15 @@ def called(call):
 
 def swapped_sign(node, sign, text):
     """The text of an operation or comparison with another sign."""
+    old, new = SIGNS[sign]
     if isinstance(node, ast.BoolOp):
-        return f" {OTHER[sign]} ".join(text(value) for value in node.values)
+        return f" {new} ".join(text(value) for value in node.values)
     left = node.left
     right = node.comparators[0] if isinstance(node, ast.Compare) else node.right
     rest = text(node)[len(text(left)) :]
     if isinstance(node, ast.Compare) and len(node.ops) > 1:  # a <= b < c: the first sign
-        return text(left) + rest.replace(SIGNS[sign], OTHER[sign], 1)
-    return (
-        text(left) + rest[: len(rest) - len(text(right))].replace(SIGNS[sign], OTHER[sign], 1) + text(right)
-    )
+        return text(left) + rest.replace(old, new, 1)
+    return text(left) + rest[: len(rest) - len(text(right))].replace(old, new, 1) + text(right)
 
 
 @functools.cache
@@ -218,12 +214,6 @@ def first_line(node):
 # ---------------------------------------------------------------------------------------------------
 # Running them: torch is loaded once, each rank of each trial is a fork
 # ---------------------------------------------------------------------------------------------------
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def be_rank(rank, world, port, mutant, argv, output):

@@ -23,6 +23,7 @@ CASES = [
     (2, "raise", "backward", "sp_ulysses.py"),
     (2, "hang", "backward", "tp.py"),
     (2, "hang", "collective", "sp_megatron.py"),
+    (2, "wait", "collective", "tp.py"),
     (4, "kill", "start", "sp_megatron.py"),
     (4, "stop", "backward", "tp.py"),
     (4, "raise", "collective", "sp_megatron.py"),
@@ -56,7 +57,7 @@ def test_a_fault_ends_the_job_and_is_named(ranks, kind, where, script, tmp_path)
     end = time.time()
     begin = float(re.search(r"fault at ([\d.]+)", run.stderr)[1])
     assert run.returncode != 0
-    assert end - begin < 15 + (TIMEOUT if kind in ("stop", "hang") else 0), run.stderr
+    assert end - begin < 15 + (TIMEOUT if kind in ("stop", "hang", "wait") else 0), run.stderr
     assert not processes(mark), "no process is left"
     assert list(tmp_path.iterdir()) == [], "nor a file"
     ours = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
@@ -67,6 +68,10 @@ def test_a_fault_ends_the_job_and_is_named(ranks, kind, where, script, tmp_path)
         assert where != "backward" or re.search("train_step|reference_step", ours[0])
     elif kind == "kill":
         assert re.search(r"rank\s*: 1 \(local_rank: 1\)\s*exitcode\s*: -9", run.stderr)
+    elif kind == "wait":
+        said = f"error: all wait for one another, {TIMEOUT} s (--timeout) by now: rank 0 waited in "
+        assert len(ours) == 1 and ours[0].startswith(said), run.stderr
+        assert re.search(f": rank 0 waited in {steps}; rank 1 waited in {steps}$", ours[0])
     else:
         said = (
             rf"error: rank 1 did not answer for {TIMEOUT} s \(--timeout\), last seen in {steps}; rank \d wai"

@@ -4,10 +4,9 @@ import importlib
 import json
 import re
 import sys
-import textwrap
 
 import pytest
-from conftest import ROOT, python
+from conftest import REGION, ROOT, python, splice
 
 pytestmark = pytest.mark.slow  # minutes, with the other labs'
 
@@ -256,21 +255,11 @@ WRONG_ANSWERS = [
 
 @pytest.mark.parametrize("exercise,answer,hint", WRONG_ANSWERS)
 def test_wrong_answers_get_their_hint(tmp_path, exercise, answer, hint):
-    path = tmp_path / LAB.name
-    path.write_text(spliced(exercise, answer))
+    places = [name for _, name, _ in REGION.findall(LAB.read_text())].count(exercise)
+    path = splice(lab, tmp_path / LAB.name, exercise, [answer] + [None] * (places - 1))
     with pytest.raises(lab.Wrong) as caught:
         check(exercise, path)
     assert hint in caught.value.hint, caught.value
-
-
-def spliced(exercise, answer):
-    """The lab's text with an answer in the exercise's first region."""
-    begin, right, end = re.search(
-        rf"( *# exercise: {exercise}\n)(.*?)( *# end exercise)", LAB.read_text(), re.S
-    ).groups()
-    indent = re.match(" *", begin)[0]
-    answer = textwrap.indent(textwrap.dedent(answer).strip("\n") + "\n", indent)
-    return LAB.read_text().replace(begin + right + end, begin + answer + end, 1)
 
 
 def check(exercise, answers, bug=None):

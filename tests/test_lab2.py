@@ -1,14 +1,14 @@
 """labs/lab2_megatron_layers.py as a learner meets it: the run, bugs, wrong answers, what no check draws."""
 
 import json
-import re
 import sys
-from textwrap import dedent, indent
+from functools import partial
 
+import conftest
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, python
+from conftest import REGION, ROOT, python
 from torch import nn
 
 sys.path.insert(0, str(ROOT / "labs"))
@@ -17,30 +17,8 @@ import lab2_megatron_layers as lab2  # noqa: E402
 pytestmark = pytest.mark.slow  # minutes, with the other labs'
 
 LAB = ROOT / "labs" / "lab2_megatron_layers.py"
-REGION = re.compile(r"^( *)# exercise: (\w+)\n(.*?)^ *# end exercise\n", re.M | re.S)
-
-
-def graded(file, exercise, bug=None, seed=1):
-    """What the check of an exercise says of a file: (passed, report, hint)."""
-    check, world = lab2.CHECKS[exercise]
-    try:
-        reports = lab2.on_ranks(world, lab2.check_on_rank, str(file), bug, exercise, seed, timeout=30)
-    except lab2.Wrong as wrong:
-        return False, wrong.found, wrong.hint
-    return True, reports[0], ""
-
-
-def splice(path, exercise, regions):
-    """Write the lab to path, with the exercise's regions replaced; None leaves a region as it is."""
-    regions = iter(regions)
-
-    def replaced(match):
-        answer = next(regions) if match[2] == exercise else None
-        return match[0] if answer is None else indent(dedent(answer).strip("\n"), match[1]) + "\n"
-
-    path.write_text(REGION.sub(replaced, LAB.read_text()))
-    assert next(regions, None) is None, "more answers than regions"
-    return path
+graded = partial(conftest.graded, lab2)
+splice = partial(conftest.splice, lab2)
 
 
 # The run

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ENVIRONMENT, ROOT
+from conftest import ENVIRONMENT, ROOT, splice
 
 sys.path.insert(0, str(ROOT / "labs"))  # the ranks' processes import the lab by its name
 lab = importlib.import_module("lab3_pitfalls")
@@ -157,16 +157,7 @@ def test_every_pitfall_has_a_bug_and_an_exercise():
 
 def answer(name, source, folder):
     """The finished file with one exercise's region replaced by source, as a grader does it."""
-    pattern = re.compile(rf"^( *)# exercise: {name}\n.*?^ *# end exercise\n", re.M | re.S)
-
-    def region(match):
-        return "".join(f"{match[1]}{line}\n" if line else "\n" for line in source.strip().splitlines())
-
-    text, count = pattern.subn(region, FILE.read_text())
-    assert count == 1
-    path = folder / f"{name}.py"
-    path.write_text(text)
-    return path
+    return splice(lab, folder / f"{name}.py", name, [source])
 
 
 WRONG_ANSWERS = [

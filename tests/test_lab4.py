@@ -1,13 +1,13 @@
 """labs/lab4_overlap.py as a learner meets it: the run, its bugs, wrong answers."""
 
 import json
-import re
 import sys
-from textwrap import dedent, indent
+from functools import partial
 
+import conftest
 import pytest
 import torch
-from conftest import ROOT, python
+from conftest import REGION, ROOT, python
 
 sys.path.insert(0, str(ROOT / "labs"))
 import lab4_overlap as lab4  # noqa: E402
@@ -15,30 +15,8 @@ import lab4_overlap as lab4  # noqa: E402
 pytestmark = pytest.mark.slow  # minutes, with the other labs'
 
 LAB = ROOT / "labs" / "lab4_overlap.py"
-REGION = re.compile(r"^( *)# exercise: (\w+)\n(.*?)^ *# end exercise\n", re.M | re.S)
-
-
-def graded(file, exercise, bug=None, seed=1):
-    """What the check of an exercise says of a file: (passed, report, hint)."""
-    check, world = lab4.CHECKS[exercise]
-    try:
-        reports = lab4.on_ranks(world, lab4.check_on_rank, str(file), bug, exercise, seed, timeout=30)
-    except lab4.Wrong as wrong:
-        return False, wrong.found, wrong.hint
-    return True, reports[0], ""
-
-
-def splice(path, exercise, regions):
-    """Write the lab to path, with the exercise's regions replaced; None leaves a region as it is."""
-    regions = iter(regions)
-
-    def replaced(match):
-        answer = next(regions) if match[2] == exercise else None
-        return match[0] if answer is None else indent(dedent(answer).strip("\n"), match[1]) + "\n"
-
-    path.write_text(REGION.sub(replaced, LAB.read_text()))
-    assert next(regions, None) is None, "more answers than regions"
-    return path
+graded = partial(conftest.graded, lab4)
+splice = partial(conftest.splice, lab4)
 
 
 # The run

@@ -3,10 +3,12 @@
 import json
 import re
 import sys
+from functools import partial
 from textwrap import dedent, indent
 
+import conftest
 import pytest
-from conftest import ROOT, python
+from conftest import REGION, ROOT, python
 
 sys.path.insert(0, str(ROOT / "labs"))
 import lab5_tp_plans as lab5  # noqa: E402
@@ -14,30 +16,8 @@ import lab5_tp_plans as lab5  # noqa: E402
 pytestmark = pytest.mark.slow  # minutes, with the other labs'
 
 LAB = ROOT / "labs" / "lab5_tp_plans.py"
-REGION = re.compile(r"^( *)# exercise: (\w+)\n(.*?)^ *# end exercise\n", re.M | re.S)
-
-
-def graded(file, exercise, bug=None, seed=1):
-    """What the check of an exercise says of a file: (passed, report, hint)."""
-    check, world = lab5.CHECKS[exercise]
-    try:
-        reports = lab5.on_ranks(world, lab5.check_on_rank, str(file), bug, exercise, seed, timeout=60)
-    except lab5.Wrong as wrong:
-        return False, wrong.found, wrong.hint
-    return True, reports[0], ""
-
-
-def splice(path, exercise, regions):
-    """Write the lab to path, with the exercise's regions replaced; None leaves a region as it is."""
-    regions = iter(regions)
-
-    def replaced(match):
-        answer = next(regions) if match[2] == exercise else None
-        return match[0] if answer is None else indent(dedent(answer).strip("\n"), match[1]) + "\n"
-
-    path.write_text(REGION.sub(replaced, LAB.read_text()))
-    assert next(regions, None) is None, "more answers than regions"
-    return path
+graded = partial(conftest.graded, lab5, timeout=60)
+splice = partial(conftest.splice, lab5)
 
 
 # The run

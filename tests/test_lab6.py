@@ -2,10 +2,10 @@
 
 import importlib.util
 import json
-import re
 import sys
-from textwrap import dedent, indent
+from functools import partial
 
+import conftest
 import pytest
 from conftest import ROOT, python
 
@@ -15,30 +15,8 @@ import lab6_lora as lab6  # noqa: E402
 pytestmark = pytest.mark.slow  # minutes, with the other labs'
 
 LAB = ROOT / "labs" / "lab6_lora.py"
-REGION = re.compile(r"^( *)# exercise: (\w+)\n(.*?)^ *# end exercise\n", re.M | re.S)
-
-
-def graded(file, exercise, bug=None, seed=1):
-    """What the check of an exercise says of a file: (passed, report, hint)."""
-    check, world = lab6.CHECKS[exercise]
-    try:
-        reports = lab6.on_ranks(world, lab6.check_on_rank, str(file), bug, exercise, seed, timeout=30)
-    except lab6.Wrong as wrong:
-        return False, wrong.found, wrong.hint
-    return True, reports[0], ""
-
-
-def splice(path, exercise, regions):
-    """Write the lab to path, with the exercise's regions replaced; None leaves a region as it is."""
-    regions = iter(regions)
-
-    def replaced(match):
-        answer = next(regions) if match[2] == exercise else None
-        return match[0] if answer is None else indent(dedent(answer).strip("\n"), match[1]) + "\n"
-
-    path.write_text(REGION.sub(replaced, LAB.read_text()))
-    assert next(regions, None) is None, "more answers than regions"
-    return path
+graded = partial(conftest.graded, lab6)
+splice = partial(conftest.splice, lab6)
 
 
 # The run

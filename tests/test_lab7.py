@@ -1,9 +1,10 @@
 """labs/lab7_ring_attention.py as a learner meets it: the run, other sizes, its bugs, and wrong answers."""
 
 import json
-import re
 import sys
+from functools import partial
 
+import conftest
 import pytest
 from conftest import ROOT, python
 
@@ -13,29 +14,8 @@ import lab7_ring_attention as lab7  # noqa: E402
 pytestmark = pytest.mark.slow  # minutes, with the other labs'
 
 LAB = ROOT / "labs" / "lab7_ring_attention.py"
-REGION = re.compile(r"^( *)# exercise: (\w+)\n(.*?)^ *# end exercise\n", re.M | re.S)
-
-
-def graded(file, exercise, seed=1):
-    """What the check of an exercise says of a file: (passed, report, hint)."""
-    check, world = lab7.CHECKS[exercise]
-    try:
-        reports = lab7.on_ranks(world, lab7.check_on_rank, str(file), None, exercise, seed, timeout=30)
-    except lab7.Wrong as wrong:
-        return False, wrong.found, wrong.hint
-    return True, reports[0], ""
-
-
-def splice(exercise, answer):
-    """The lab's text with that exercise's region replaced."""
-
-    def replaced(match):
-        indent, name, _ = match.groups()
-        if name != exercise:
-            return match[0]
-        return "".join(f"{indent}{line}\n" for line in answer.splitlines())
-
-    return REGION.sub(replaced, LAB.read_text())
+graded = partial(conftest.graded, lab7)
+splice = partial(conftest.splice, lab7)
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +183,5 @@ return out, lse""",
 
 @pytest.mark.parametrize("exercise, answer, hint", WRONG_ANSWERS)
 def test_wrong_answer(exercise, answer, hint, tmp_path):
-    path = tmp_path / "answers.py"
-    path.write_text(splice(exercise, answer))
-    passed, found, given = graded(path, exercise)
+    passed, found, given = graded(splice(tmp_path / "answers.py", exercise, [answer]), exercise)
     assert not passed and hint in given, (found, given)

@@ -2,15 +2,15 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from textwrap import dedent, indent
 from types import SimpleNamespace
 
+import conftest
 import pytest
-from conftest import ENVIRONMENT, ROOT, python
+from conftest import ENVIRONMENT, REGION, ROOT, python
 
 sys.path.insert(0, str(ROOT / "labs"))
 import lab8_3d as lab8  # noqa: E402
@@ -18,30 +18,8 @@ import lab8_3d as lab8  # noqa: E402
 pytestmark = pytest.mark.slow  # minutes, with the other labs'
 
 LAB = ROOT / "labs" / "lab8_3d.py"
-REGION = re.compile(r"^( *)# exercise: (\w+)\n(.*?)^ *# end exercise\n", re.M | re.S)
-
-
-def graded(file, exercise, bug=None, seed=1):
-    """What the check of an exercise says of a file: (passed, report, hint)."""
-    check, world = lab8.CHECKS[exercise]
-    try:
-        reports = lab8.on_ranks(world, lab8.check_on_rank, str(file), bug, exercise, seed, timeout=30)
-    except lab8.Wrong as wrong:
-        return False, wrong.found, wrong.hint
-    return True, reports[0], ""
-
-
-def splice(path, exercise, regions):
-    """Write the lab to path, with the exercise's regions replaced; None leaves a region as it is."""
-    regions = iter(regions)
-
-    def replaced(match):
-        answer = next(regions) if match[2] == exercise else None
-        return match[0] if answer is None else indent(dedent(answer).strip("\n"), match[1]) + "\n"
-
-    path.write_text(REGION.sub(replaced, LAB.read_text()))
-    assert next(regions, None) is None, "more answers than regions"
-    return path
+graded = partial(conftest.graded, lab8)
+splice = partial(conftest.splice, lab8)
 
 
 def holds(ranks):

@@ -1,22 +1,18 @@
 """Several nodes: two torchrun agents on this machine, which meet over loopback."""
 
-import socket
 import subprocess
 import sys
 
 import pytest
-from conftest import ENVIRONMENT, ROOT
+from conftest import ENVIRONMENT, ROOT, free_port
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("script", ["tp.py", "sp_megatron.py", "sp_ulysses.py", "pp.py"])
 def test_two_agents_run_one_job(script):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     launch = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv-backend=c10d"]
-    command = [sys.executable, *launch, f"--rdzv-endpoint=127.0.0.1:{port}", script, "--length", "64"]
+    command = [sys.executable, *launch, f"--rdzv-endpoint=127.0.0.1:{free_port()}", script, "--length", "64"]
     how = {
         "cwd": ROOT,
         "env": ENVIRONMENT,
