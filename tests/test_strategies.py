@@ -2,11 +2,17 @@
 
 import json
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import ROOT, python, torchrun
 from transformers import LlamaConfig
+
+sys.path.insert(0, str(ROOT))
+import tp  # noqa: E402
 
 SCRIPTS = {"tp": ["tp.py"], "tp_dtensor": ["tp.py", "--dtensor"]}
 SCRIPTS |= {name: [f"{name}.py"] for name in ("sp_megatron", "sp_ulysses")}
@@ -269,6 +275,38 @@ def test_tiles_and_offloading_change_nothing(outcomes, script):
     outcome = outcomes(2, commands(2), tiled(script))
     assert outcome["exit"] == 0, outcome["output"]
     assert outcome["json"]["correctness"]["worst"]["relative_error"] < 1e-10
+
+
+def test_a_block_runs_on_a_tile_at_a_time():
+    """4 of 10 tokens at once, for a block a fourth as wide as the model's MLP; again in the backward."""
+    block, sizes = torch.nn.Linear(6, 3, bias=False), []
+    args = SimpleNamespace(tile=2, config=SimpleNamespace(intermediate_size=12))
+
+    def forward(x):
+        sizes.append(x.shape[1])
+        return block(x)
+
+    x = torch.randn(2, 10, 6, requires_grad=True)
+    out = tp.run_in_tiles(block, forward, args, x)
+    assert torch.equal(out, block(x)) and sizes == [4, 4, 2]
+    out.sum().backward()
+    assert sizes[3:] == [2, 4, 4]
+
+
+def test_offloading_keeps_a_layers_input_in_the_hosts_memory(monkeypatch):
+    """On a CPU both memories are one: what is seen here is what goes to save_on_cpu."""
+    kept = []
+
+    def save_on_cpu(pin_memory):
+        assert not pin_memory, "of no use without a GPU"
+        return torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x)
+
+    monkeypatch.setattr(tp, "save_on_cpu", save_on_cpu)
+    layer = torch.nn.Sequential(torch.nn.Linear(6, 50), torch.nn.ReLU(), torch.nn.Linear(50, 6))
+    for recompute, expected in (("block", []), ("offload", [(4, 6)])):
+        args = SimpleNamespace(recompute=recompute, device=torch.device("cpu"))
+        tp.run_again(layer.forward, args, torch.randn(4, 6, requires_grad=True)).sum().backward()
+        assert [tuple(shape) for shape in kept] == expected, "the input, nothing that it becomes"
 
 
 @pytest.mark.parametrize("script,bug", [[s, b] for s in MANUAL for b in BUGS[s].split()])
