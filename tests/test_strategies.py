@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -358,3 +359,39 @@ def test_long_sequences_on_a_laptop(script, tmp_path):
     assert run.returncode == 0, run.stdout + run.stderr
     benchmark = json.loads((tmp_path / "long.json").read_text())["benchmark"]
     assert all(row["bytes"] == row["expected_bytes"] for row in benchmark["traffic"])
+
+
+PADDED = """
+import sys
+sys.path.insert(0, ".")
+import torch, torch.distributed as dist, sp_ulysses as u
+args = u.parse(["--length", "16", "--batch", "2", "--dtype", "float64", "--recompute", "none"])
+group = u.start(args)
+ids, _ = u.proof_batch(args)
+own = slice(group.rank() * 8, (group.rank() + 1) * 8)
+kept = torch.ones_like(ids)
+kept[0, :9] = 0  # a short sequence, padded on the left: all of rank 0's tokens and one of rank 1's
+kept[1, 13:] = 0  # and another on the right
+with u.float64_islands(args.dtype):
+    plain = u.load_model(args)(input_ids=ids, attention_mask=kept, use_cache=False).logits
+    for args.attention in ("eager", "sdpa"):
+        ours = u.make_parallel(u.load_model(args), group, args)(
+            input_ids=ids[:, own], attention_mask=kept[:, own], use_cache=False,
+            position_ids=torch.arange(16)[None, own],
+        ).logits
+        apart = (ours - plain[:, own])[kept[:, own] == 1].abs()
+        print(f"{args.attention} {group.rank()} {len(apart)} tokens\\n", end="")
+        assert apart.max() < 1e-12
+u.synchronize(args, group)
+args.over.set()
+dist.destroy_process_group()
+"""
+
+
+def test_ulysses_keeps_a_padding_mask(tmp_path):
+    """A mask of a rank's own tokens, as HF's model takes it, holds for the tokens of all."""
+    (tmp_path / "padded.py").write_text(PADDED)
+    done = torchrun(2, tmp_path / "padded.py")
+    assert done.returncode == 0, done.stderr
+    compared = re.findall(r"(\w+ \d \d+) tokens", done.stdout)
+    assert sorted(compared) == ["eager 0 8", "eager 1 12", "sdpa 0 8", "sdpa 1 12"]

@@ -1,0 +1,337 @@
+"""Makes README's figures: results/*.json, their pictures, and the tables in README.
+
+    python results/make.py                 # all that this machine can measure
+    python results/make.py lengths         # the longest sequences, predicted: needs no GPU
+    python results/make.py cpu             # the scripts on two ranks of this machine
+    python results/make.py gpu             # what one GPU can say
+    python results/make.py tables          # only README's tables anew, from the JSON there is
+    python results/make.py gpu --trial     # its steps on a tiny model, to see that they run; keeps nothing
+
+A part is a list of steps, each a command line that anyone can run. Its JSON has the command beside the
+result, and is written after every step; a step that fails leaves its last lines there and costs no other.
+"""
+
+import argparse
+import datetime
+import importlib.util
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import transformers
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+GIB, MIB = 2**30, 2**20
+SCRIPTS = {
+    "tp": "tp.py",
+    "tp_dtensor": "tp.py --dtensor",
+    "sp_megatron": "sp_megatron.py",
+    "sp_ulysses": "sp_ulysses.py",
+    "pp": "pp.py",
+}
+REMEDIES = {  # each has what those above it have
+    "as it comes": "--loss full --recompute none",
+    "the loss in chunks": "--recompute none",
+    "layers run again": "--tile 1000000000",
+    "MLPs and norms in tiles": "",
+    "layers' inputs in the host's memory": "--recompute offload",
+}
+PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # FLOP/s in bfloat16, dense, of NVIDIA's data sheets
+
+
+# ---------------------------------------------------------------------------------------------------
+# 1. The steps of each part: {name: command line}
+# ---------------------------------------------------------------------------------------------------
+
+
+def lengths(trial):
+    """The longest sequences, predicted."""
+    model = "--model tiny --dtype float32 --hi 4096" if trial else ""
+    large = model or "--model llama-3.1-8b"
+    search = "python oom_search.py --how predicted --fresh --strategy all"
+    steps = {
+        "40 GiB": f"{search} --nproc 1 2 4 8 --memory-gib 40 {model}",
+        "40 GiB, as it comes": f"{search} --nproc 1 2 --memory-gib 40 {REMEDIES['as it comes']} {model}",
+        "40 GiB, offload": f"{search} --nproc 1 2 --memory-gib 40 --recompute offload {model}",
+    }
+    for name, options in REMEDIES.items():
+        steps[f"80 GiB, {name}"] = f"{search} --nproc 1 8 --memory-gib 80 {options} {large}"
+    return steps
+
+
+def cpu(trial):
+    """Two ranks of this machine: the proof in each dtype, then time, memory and traffic of a real size."""
+    size = "--length 32 --batch 4" if trial else "--model smollm2-135m --length 128 --batch 4"
+    launch, steps = "torchrun --nproc_per_node=2", {}
+    for dtype in ("float64", "float32", "bfloat16"):
+        for name, script in SCRIPTS.items():
+            steps[f"correctness {dtype}, {name}"] = f"{launch} {script} --dtype {dtype}"
+    runs = SCRIPTS | {f"pp {kind}": f"pp.py --schedule {kind}" for kind in ("afab", "interleaved", "zb")}
+    for name, script in runs.items():
+        steps[f"benchmark, {name}"] = f"{launch} {script} --mode benchmark --bench-iters 3 {size}"
+    return steps
+
+
+def gpu(trial):
+    """One GPU: proofs; one rank beside Hugging Face's own model; the first of several ranks, peers silent."""
+    model = "" if trial else "--model llama-3.2-1b --dtype bfloat16"
+    sizes = {4096: "none", 16384: "none", 32768: "block"}
+    sizes = {128: "none", 256: "none", 512: "block"} if trial else sizes
+    launch, steps = "torchrun --nproc_per_node=1", {}
+    for name, script in SCRIPTS.items():
+        steps[f"correctness, {name}"] = f"{launch} {script} {model} --length 512 --batch 1"
+    for length, recompute in sizes.items():
+        how = f"{model} --length {length} --batch 1 --loss full --recompute {recompute}"
+        steps[f"benchmark {length}, plain"] = f"python results/make.py plain {how}"
+        for name, script in SCRIPTS.items():
+            steps[f"benchmark {length}, {name}"] = f"{launch} {script} --mode benchmark {how}"
+    length = list(sizes)[1]
+    for world in (2, 8):
+        for name, script in SCRIPTS.items():
+            how = f"--backend fake --mode benchmark {model} --length {length} --batch 1"
+            steps[f"rank 0 of {world}, {name}"] = f"RANK=0 WORLD_SIZE={world} python {script} {how}"
+    return steps
+
+
+def run(line):
+    """A step's outcome: {command, seconds, result (what --json gave) or error (the last lines)}."""
+    words = shlex.split(line)
+    environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    while "=" in words[0]:
+        name, value = words.pop(0).split("=")
+        environment[name] = value
+    launch = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}[words.pop(0)]
+    with tempfile.TemporaryDirectory() as folder:
+        file, begin = Path(folder, "result.json"), time.time()
+        command = [sys.executable, *launch, *words, "--json", str(file)]
+        if "oom_search.py" in words:
+            command += ["--journal", f"{folder}/journal"]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        outcome = {"command": line, "seconds": round(time.time() - begin, 1)}
+        if done.returncode == 0 and file.exists():
+            return outcome | {"result": slim(json.loads(file.read_text()))}
+    return outcome | {"error": (done.stdout + done.stderr).strip().splitlines()[-5:]}
+
+
+def slim(result):
+    """Without the rows of every tensor and the timeline of every action, which nobody reads here."""
+    long = ("tensors", "timeline")
+    return {
+        key: {k: v for k, v in value.items() if k not in long} if isinstance(value, dict) else value
+        for key, value in result.items()
+    }
+
+
+def plain(argv):
+    """Time Hugging Face's own model as the scripts time themselves: same weights, loss and recomputation."""
+    spec = importlib.util.spec_from_file_location("tp", ROOT / "tp.py")
+    tp = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tp)
+    args = tp.parse(argv)
+    group = tp.start(args)
+    model, (ids, labels) = tp.load_model(args), tp.proof_batch(args)
+    if args.recompute != "none":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()  # or it would not
+
+    def step(backward):
+        loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+        if backward:
+            loss.backward()
+        model.zero_grad()
+
+    step(True)
+    runs = {"forward": partial(step, False), "forward + backward": partial(step, True)}
+    seconds = tp.timed(runs, args, group)
+    result = {"forward_s": seconds["forward"], "forward_backward_s": seconds["forward + backward"]}
+    tokens, config = args.batch * args.length, args.config
+    result["tokens_per_s"] = tokens / seconds["forward + backward"]["median"]
+    # A weight is multiplied and added once for each token in the forward, twice in the backward; a token sees
+    # half of the tokens, on average. What is run again does not count: this is the model's work, not ours.
+    weights = sum(
+        p.numel() for name, p in model.named_parameters() if "embed" not in name or config.tie_word_embeddings
+    )
+    scores = config.num_hidden_layers * config.num_attention_heads * config.head_dim * args.length
+    result["model_flop"] = 6 * tokens * (weights + scores)
+    tp.write_whole(args.json, lambda path: Path(path).write_text(json.dumps({"benchmark": result})))
+    tp.dist.destroy_process_group()
+
+
+def about():
+    """Where and when."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU",
+        "cpu": f"{os.cpu_count()} cores, {platform.machine()}",
+        "versions": {"python": platform.python_version()}
+        | {module.__name__: module.__version__ for module in (torch, transformers)},
+    }
+
+
+# ---------------------------------------------------------------------------------------------------
+# 2. README's tables
+# ---------------------------------------------------------------------------------------------------
+
+
+def table(*rows):
+    """Markdown; the first row is the head."""
+    lines = ["| " + " | ".join(map(str, row)) + " |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:], ""])
+
+
+def made(part):
+    """One line on where a part's figures come from."""
+    where, versions = part["about"], ", ".join(f"{k} {v}" for k, v in part["about"]["versions"].items())
+    device = "" if where["device"] == "no GPU" else f"{where['device']}, "
+    return f"{where['date']}; {device}{where['cpu']}; {versions}"
+
+
+def of(part, step):
+    """A step's result; {} where it failed."""
+    return part["steps"].get(step, {}).get("result", {})
+
+
+def short(tokens):
+    """190464 -> 190k."""
+    if tokens is None:
+        return "error"
+    return f"{tokens / 1e6:.2f}M" if tokens >= 1e6 else f"{tokens / 1e3:.{0 if tokens >= 1e4 else 1}f}k"
+
+
+def longest(part, step):
+    """{(strategy, GPUs): tokens} of a search."""
+    return {(row["strategy"], row["nproc"]): row["longest"] for row in of(part, step).get("results", [])}
+
+
+def lengths_table(part):
+    """LLaMA-3.2-1B at 40 GiB, beside what there was to beat, and what each remedy buys an 8B model."""
+    best, bare, away = (longest(part, f"40 GiB{kind}") for kind in ("", ", as it comes", ", offload"))
+    names = list(dict.fromkeys(name for name, _ in best))
+    head = ["llama-3.2-1b, 40 GiB", "1 GPU", "2 GPUs", "4 GPUs", "8 GPUs"]
+    head += ["as it comes: 1, 2 GPUs", "`--recompute offload`: 1, 2 GPUs"]
+    rows = [head]
+    for name in names:
+        rows.append([name, *(short(best[name, world]) for world in (1, 2, 4, 8))])
+        rows[-1] += [", ".join(short(found[name, world]) for world in (1, 2)) for found in (bare, away)]
+    remedies = [["llama-3.1-8b, 80 GiB", *(f"{name}: 1, 8 GPUs" for name in names)]]
+    for remedy in REMEDIES:
+        found = longest(part, f"80 GiB, {remedy}")
+        remedies.append([remedy, *(", ".join(short(found.get((name, w))) for w in (1, 8)) for name in names)])
+    return f"*Predicted, bfloat16, batch 1 ({made(part)})*\n\n{table(*rows)}\n{table(*remedies)}"
+
+
+def cpu_table(part):
+    """How close to one device, how long, how much memory and traffic."""
+    head = [
+        "2 ranks, gloo",
+        *("float64", "float32", "bfloat16"),
+        "s a step",
+        "MiB a rank",
+        "MiB sent to, a step",
+    ]
+    rows = [head]
+    for name in [*SCRIPTS, "pp afab", "pp interleaved", "pp zb"]:
+        proofs = [of(part, f"correctness {dtype}, {name}").get("correctness") for dtype in head[1:4]]
+        worst = [f"{proof['worst']['relative_error']:.1e}" if proof else "" for proof in proofs]
+        bench = of(part, f"benchmark, {name}").get("benchmark")
+        if bench:
+            sent = sum(row["bytes"] for row in bench["traffic"]) / MIB
+            peaks = " / ".join(f"{peak / MIB:.0f}" for peak in bench["peak_memory_bytes"])
+            rows.append([name, *worst, f"{bench['forward_backward_s']['median']:.2f}", peaks, f"{sent:.0f}"])
+    return f"*Measured ({made(part)})*\n\n{table(*rows)}"
+
+
+def gpu_table(part):
+    """Throughput beside Hugging Face's own model, and one rank of several beside the ideal of 1/P."""
+    peak = next((flops for name, flops in PEAK.items() if name in part["about"]["device"]), None)
+    head = ["1 rank", "loss, recomputation", "tokens a second", "of the GPU's FLOP/s", "time / plain"]
+    rows, several = [head], [["16k tokens", *(f"{n} of {w}" for w in (2, 8) for n in ("s a step", "GiB"))]]
+    for step, outcome in part["steps"].items():
+        kind, name = step.split(", ")
+        bench = outcome.get("result", {}).get("benchmark")
+        if not kind.startswith("benchmark") or not bench:
+            continue
+        beside = of(part, f"{kind}, plain").get("benchmark")
+        seconds, how = (
+            bench["forward_backward_s"]["median"],
+            " ".join(re.findall(r"--(?:loss|recompute) (\w+)", outcome["command"])),
+        )
+        used = f"{beside['model_flop'] / seconds / peak:.0%}" if beside and peak else ""
+        ratio = f"{seconds / beside['forward_backward_s']['median']:.3f}" if beside else ""
+        rows.append([f"{name}, {kind.split()[1]} tokens", how, f"{bench['tokens_per_s']:.0f}", used, ratio])
+    for name in SCRIPTS:
+        cells = []
+        for world in (2, 8):
+            bench = of(part, f"rank 0 of {world}, {name}").get("benchmark")
+            cells += (
+                [f"{bench['forward_backward_s']['median']:.2f}", f"{bench['peak_memory_bytes'][0] / GIB:.1f}"]
+                if bench
+                else ["", ""]
+            )
+        several.append([name, *cells])
+    return f"*Measured ({made(part)})*\n\n{table(*rows)}\n{table(*several)}"
+
+
+TABLES = {"lengths": lengths_table, "cpu": cpu_table, "gpu": gpu_table}
+
+
+def with_tables(text):
+    """README's text with its tables made anew; a part that was never run leaves its place as it is."""
+    for name, render in TABLES.items():
+        file, begin = HERE / f"{name}.json", f"<!-- {name}: made by results/make.py -->\n"
+        if file.exists():
+            before, rest = text.split(begin)
+            after = rest[rest.index("<!-- end") :]
+            text = before + begin + render(json.loads(file.read_text())) + after
+    return text
+
+
+# ---------------------------------------------------------------------------------------------------
+# 3. Command line
+# ---------------------------------------------------------------------------------------------------
+
+PARTS = {"lengths": lengths, "cpu": cpu, "gpu": gpu}
+
+
+def make(name, trial):
+    """Run a part's steps; returns whether all of them came to a result."""
+    part, steps = {"about": about(), "steps": {}}, PARTS[name](trial)
+    for i, (step, line) in enumerate(steps.items()):
+        outcome = part["steps"][step] = run(line)
+        said = "" if "result" in outcome else f"  failed: {outcome['error'][-1:]}"
+        print(f"{name} {i + 1}/{len(steps)}  {outcome['seconds']:6.1f} s  {step}{said}", flush=True)
+        if not trial:
+            (HERE / f"{name}.json").write_text(json.dumps(part, indent=1) + "\n")
+    return all("result" in outcome for outcome in part["steps"].values())
+
+
+def main(argv):
+    if argv[:1] == ["plain"]:
+        return plain(argv[1:])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "part", nargs="*", choices=[*PARTS, "tables", []], help="all that this machine can measure"
+    )
+    parser.add_argument("--trial", action="store_true", help="on a tiny model, and keep nothing")
+    options = parser.parse_args(argv)
+    every = ["lengths", "cpu", *(["gpu"] if torch.cuda.is_available() else [])]
+    good = [make(name, options.trial) for name in options.part or every if name != "tables"]
+    if not options.trial:
+        (ROOT / "README.md").write_text(with_tables((ROOT / "README.md").read_text()))
+    return 0 if all(good) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
