@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo test test-slow test-oldest lint clean
+.PHONY: demo test test-slow test-oldest results lint clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/torchrun --nproc_per_node=2 sp_megatron.py --mode correctness
@@ -25,6 +25,10 @@ test-oldest: $(VENV)/installed-test
 	PYTHONPATH=$(VENV)/oldest $(VENV)/bin/python -m pytest tests/test_interfaces.py
 	for script in tp sp_megatron sp_ulysses pp; do \
 	    PYTHONPATH=$(VENV)/oldest $(VENV)/bin/torchrun --nproc_per_node=2 $$script.py --attn eager || exit 1; done
+
+# README's figures anew: all that this machine can measure
+results: $(VENV)/installed
+	$(VENV)/bin/python results/make.py
 
 lint: $(VENV)/installed-test
 	$(VENV)/bin/ruff check

@@ -950,17 +950,21 @@ def judge(args, group, ranks, expected, seen):
 
 # Copied from tp.py
 def check_learning(args, group):
-    """Train on one device and on P ranks, on the same text: the same losses, and they fall."""
+    """Train on one device (rank 0's) and on P ranks, on the same text: the same losses, and they fall."""
     reference = load_model(args)
     model = make_parallel(copy.deepcopy(reference), group, args)
     ids = text_batch(args)
     alone, ranks, lr = [], [], None
     for _ in tqdm(range(LEARNING_STEPS), "learning", disable=None if speaks() else True):
-        alone.append(reference_step(reference, ids, ids).item())
         ranks.append(train_step(model, ids, ids, group, args).item())
-        lr = lr or 0.1 * alone[0] / grad_norm(reference) ** 2  # as in observe(), for a fall by 10%
-        sgd(reference, lr)
+        lr = lr or 0.1 * ranks[0] / grad_norm(model, group) ** 2  # as in observe(), for a fall by 10%
         sgd(model, lr)
+        if group.rank() == 0:
+            alone.append(reference_step(reference, ids, ids).item())
+            sgd(reference, lr)
+    told = [alone]
+    dist.broadcast_object_list(told, group=group)
+    alone = told[0]
     apart = [abs(b - a) / abs(a) for a, b in zip(alone, ranks)]
     fall, need = 1 - ranks[-1] / ranks[0], 0.2 if args.model == "tiny" else 0.0
     limit = LEARNING_TOLERANCE[args.dtype]

