@@ -243,8 +243,8 @@ def cpu_table(part):
         "2 ranks, gloo",
         *("float64", "float32", "bfloat16"),
         "s a step",
-        "MiB a rank",
-        "MiB sent to, a step",
+        "MiB, ranks 0 / 1",
+        "MiB of messages",
     ]
     rows = [head]
     for name in [*SCRIPTS, "pp afab", "pp interleaved", "pp zb"]:
