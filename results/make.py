@@ -224,13 +224,14 @@ def lengths_table(part):
     """What fits for a 1B model, beside what the first version reached, and what each remedy buys an 8B."""
     best, bare, away = (longest(part, step) for step in ("40 GiB", "57 GiB, as it comes", "40 GiB, offload"))
     names = list(dict.fromkeys(name for name, _ in best))
-    head = ["llama-3.2-1b", "first version", "57 GiB, as it comes", *(f"40 GiB: {w}" for w in (1, 2, 4, 8))]
-    rows = [[*head, "`--recompute offload`"]]
+    head = ["llama-3.2-1b; on 1, 2 GPUs", "first version", "57 GiB, as it comes"]
+    head += [*(f"40 GiB, {world}" for world in (1, 2, 4, 8)), "40 GiB, inputs on the host"]
+    rows = [head]
     for name in names:
         twice = [", ".join(short(found.get((name, w))) for w in (1, 2)) for found in (bare, away)]
         cells = [short(best[name, world]) for world in (1, 2, 4, 8)]
         rows.append([name, FIRST.get(name, ""), twice[0], *cells, twice[1]])
-    remedies = [["llama-3.1-8b, 80 GiB", *(f"{name}: 1, 8 GPUs" for name in names)]]
+    remedies = [["llama-3.1-8b, 80 GiB; on 1, 8 GPUs", *names]]
     for remedy in REMEDIES:
         found = longest(part, f"80 GiB, {remedy}")
         remedies.append([remedy, *(", ".join(short(found.get((name, w))) for w in (1, 8)) for name in names)])
@@ -239,28 +240,22 @@ def lengths_table(part):
 
 def cpu_table(part):
     """How close to one device, how long, how much memory and traffic."""
-    head = [
-        "2 ranks, gloo",
-        *("float64", "float32", "bfloat16"),
-        "s a step",
-        "MiB, ranks 0 / 1",
-        "MiB of messages",
-    ]
-    rows = [head]
+    dtypes = ["float64", "float32", "bfloat16"]
+    rows = [["2 ranks, gloo", *dtypes, "s a step", "MiB, ranks 0 / 1", "MiB of messages"]]
     for name in [*SCRIPTS, "pp afab", "pp interleaved", "pp zb"]:
-        proofs = [of(part, f"correctness {dtype}, {name}").get("correctness") for dtype in head[1:4]]
+        proofs = [of(part, f"correctness {dtype}, {name}").get("correctness") for dtype in dtypes]
         row = [name, *(f"{proof['worst']['relative_error']:.1e}" if proof else "" for proof in proofs)]
         bench = of(part, f"benchmark, {name}").get("benchmark")
         if bench:
             peaks = " / ".join(f"{peak / MIB:.0f}" for peak in bench["peak_memory_bytes"])
             sent = sum(row["bytes"] for row in bench["traffic"]) / MIB
             row += [f"{bench['forward_backward_s']['median']:.2f}", peaks, f"{sent:.0f}"]
-        rows.append(row + [""] * (len(head) - len(row)))
+        rows.append(row + [""] * (len(rows[0]) - len(row)))
     return f"*Measured ({made(part)})*\n\n{table(*rows)}"
 
 
 def gpu_table(part):
-    """Throughput beside Hugging Face's own model, and one rank of several beside the ideal of 1/P."""
+    """Throughput beside Hugging Face's own model; time and memory of one rank of several."""
     peak = next((flops for name, flops in PEAK.items() if name in part["about"]["device"]), None)
     head = ["1 rank", "loss, recomputation", "tokens a second", "of the GPU's FLOP/s", "time / plain"]
     rows, several = [head], [["16k tokens", *(f"{n} of {w}" for w in (2, 8) for n in ("s a step", "GiB"))]]
@@ -270,10 +265,8 @@ def gpu_table(part):
         if not kind.startswith("benchmark") or not bench:
             continue
         beside = of(part, f"{kind}, plain").get("benchmark")
-        seconds, how = (
-            bench["forward_backward_s"]["median"],
-            " ".join(re.findall(r"--(?:loss|recompute) (\w+)", outcome["command"])),
-        )
+        seconds = bench["forward_backward_s"]["median"]
+        how = ", ".join(re.findall(r"--(?:loss|recompute) (\w+)", outcome["command"]))
         used = f"{beside['model_flop'] / seconds / peak:.0%}" if beside and peak else ""
         ratio = f"{seconds / beside['forward_backward_s']['median']:.3f}" if beside else ""
         rows.append([f"{name}, {kind.split()[1]} tokens", how, f"{bench['tokens_per_s']:.0f}", used, ratio])
@@ -281,11 +274,8 @@ def gpu_table(part):
         cells = []
         for world in (2, 8):
             bench = of(part, f"rank 0 of {world}, {name}").get("benchmark")
-            cells += (
-                [f"{bench['forward_backward_s']['median']:.2f}", f"{bench['peak_memory_bytes'][0] / GIB:.1f}"]
-                if bench
-                else ["", ""]
-            )
+            seconds = f"{bench['forward_backward_s']['median']:.2f}" if bench else ""
+            cells += [seconds, f"{bench['peak_memory_bytes'][0] / GIB:.1f}" if bench else ""]
         several.append([name, *cells])
     return f"*Measured ({made(part)})*\n\n{table(*rows)}\n{table(*several)}"
 
