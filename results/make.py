@@ -60,7 +60,7 @@ def lengths(trial):
     model, large = "", "--model llama-3.1-8b"
     picture = " --plot results/lengths.png"
     if trial:
-        model = large = "--model tiny --hi 4096"
+        model = large = "--model tiny --nproc 1 2 --memory-gib 0.1"  # the last of an option counts
         picture = ""
     search = "python oom_search.py --how predicted --fresh --strategy all"
     bare = REMEDIES["as it comes"]

@@ -30,8 +30,12 @@ def gguf():
 def directory(tmp_path_factory):
     """The same weights and tokenizer as safetensors: every rank decodes a .gguf for 20 s."""
     folder, file = tmp_path_factory.mktemp("smollm2"), gguf()
-    for kind in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
-        kind.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+    source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    decoded = transformers.AutoModelForCausalLM.from_pretrained(**source)
+    model = transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(**source))
+    model.load_state_dict(decoded.state_dict())  # what was decoded cannot be saved: it counts as quantized
+    model.save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
     return folder
 
 
