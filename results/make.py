@@ -229,7 +229,7 @@ def lengths_table(part):
     rows = [head]
     for name in names:
         twice = [", ".join(short(found.get((name, w))) for w in (1, 2)) for found in (bare, away)]
-        cells = [short(best[name, world]) for world in (1, 2, 4, 8)]
+        cells = [short(best.get((name, world))) for world in (1, 2, 4, 8)]
         rows.append([name, FIRST.get(name, ""), twice[0], *cells, twice[1]])
     remedies = [["llama-3.1-8b, 80 GiB; on 1, 8 GPUs", *names]]
     for remedy in REMEDIES:
