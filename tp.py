@@ -913,17 +913,15 @@ def check_learning(args, group):
     reference = load_model(args)
     model = make_parallel(copy.deepcopy(reference), group, args)
     ids = text_batch(args)
-    alone, ranks, lr = [], [], None
-    for _ in tqdm(range(LEARNING_STEPS), "learning", disable=None if speaks() else True):
+    alone, ranks, lr = [None] * LEARNING_STEPS, [], None
+    for i in tqdm(range(LEARNING_STEPS), "learning", disable=None if speaks() else True):
         ranks.append(train_step(model, ids, ids, group, args).item())
         lr = lr or 0.1 * ranks[0] / grad_norm(model, group) ** 2  # as in observe(), for a fall by 10%
         sgd(model, lr)
         if group.rank() == 0:
-            alone.append(reference_step(reference, ids, ids).item())
+            alone[i] = reference_step(reference, ids, ids).item()
             sgd(reference, lr)
-    told = [alone]
-    dist.broadcast_object_list(told, group=group)
-    alone = told[0]
+    dist.broadcast_object_list(alone, group=group)
     apart = [abs(b - a) / abs(a) for a, b in zip(alone, ranks)]
     fall, need = 1 - ranks[-1] / ranks[0], 0.2 if args.model == "tiny" else 0.0
     limit = LEARNING_TOLERANCE[args.dtype]
@@ -1378,7 +1376,7 @@ def explain(problem, args):
         store.set(f"gave up {rank}", f"{'waited' if in_vain else 'was cut off'} in {here}")
         time.sleep(3)  # the others give up at about the same time
         gave_up = [known(f"gave up {r}") for r in range(world)]
-        if in_vain and not any("waited" in other for other in gave_up[:rank]):  # one speaks for all
+        if in_vain and not any(r.startswith("waited") for r in gave_up[:rank]):  # one speaks for all
             lost = [r for r in range(world) if gave_up[r] == "no place"]
             for r in lost:
                 said = f"error: rank {r} did not answer for {args.timeout} s (--timeout)"

@@ -13,7 +13,6 @@ result, and is written after every step; a step that fails leaves its last lines
 
 import argparse
 import datetime
-import importlib.util
 import json
 import os
 import platform
@@ -31,6 +30,9 @@ import transformers
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+sys.path.insert(0, str(ROOT))
+import tp  # noqa: E402
+
 GIB, MIB = 2**30, 2**20
 SCRIPTS = {
     "tp": "tp.py",
@@ -112,7 +114,7 @@ def gpu(trial):
 def run(line):
     """A step's outcome: {command, seconds, result (what --json gave) or error (the last lines)}."""
     words = shlex.split(line)
-    environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ
     while "=" in words[0]:
         name, value = words.pop(0).split("=")
         environment[name] = value
@@ -141,9 +143,6 @@ def slim(result):
 
 def plain(argv):
     """Time Hugging Face's own model as the scripts time themselves: same weights, loss and recomputation."""
-    spec = importlib.util.spec_from_file_location("tp", ROOT / "tp.py")
-    tp = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tp)
     args = tp.parse(argv)
     group = tp.start(args)
     model, (ids, labels) = tp.load_model(args), tp.proof_batch(args)
@@ -311,14 +310,14 @@ PARTS = {"lengths": lengths, "cpu": cpu, "gpu": gpu}
 def make(name, trial):
     """Run a part's steps; returns whether all of them came to a result."""
     part, steps = {"about": about(), "steps": {}}, PARTS[name](trial)
-    gpu_name = re.sub(r"\W+", "_", part["about"]["device"].lower())
-    file = HERE / f"{gpu_name if name == 'gpu' else name}.json"
+    stem = re.sub(r"\W+", "_", part["about"]["device"].lower()) if name == "gpu" else name
     for i, (step, line) in enumerate(steps.items()):
         outcome = part["steps"][step] = run(line)
         said = "" if "result" in outcome else f"  failed: {outcome['error'][-1:]}"
         print(f"{name} {i + 1}/{len(steps)}  {outcome['seconds']:6.1f} s  {step}{said}", flush=True)
         if not trial:
-            file.write_text(json.dumps(part, indent=1) + "\n")
+            text = json.dumps(part, indent=1) + "\n"
+            tp.write_whole(HERE / f"{stem}.json", lambda path, text=text: Path(path).write_text(text))
     return all("result" in outcome for outcome in part["steps"].values())
 
 

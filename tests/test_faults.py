@@ -61,7 +61,7 @@ def test_a_fault_ends_the_job_and_is_named(ranks, kind, where, script, tmp_path)
     assert not processes(mark), "no process is left"
     assert list(tmp_path.iterdir()) == [], "nor a file"
     ours = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
-    steps = "(start|check_correctness > .*)"
+    steps = "(start|check_correctness( > .*)?)"  # a stopped rank's last sign may be older than its step
     if kind == "raise":
         assert "ValueError: a fault of this test" in run.stderr
         assert len(ours) == 1 and re.match(f"error: rank 1 failed in {steps}: ValueError$", ours[0]), ours

@@ -1,15 +1,14 @@
 """results/make.py: README's tables are those of the JSON, and every kind of step comes to a result."""
 
-import importlib.util
 import json
 import re
+import sys
 
 import pytest
 from conftest import ROOT, python
 
-spec = importlib.util.spec_from_file_location("make", ROOT / "results" / "make.py")
-make = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(make)
+sys.path.insert(0, str(ROOT / "results"))
+import make  # noqa: E402
 
 
 def test_readme_shows_what_was_found():
@@ -30,20 +29,21 @@ def test_what_was_found_has_its_command(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "part,step",
+    "part,step,row",
     [
-        ("lengths", "40 GiB"),
-        ("cpu", "correctness bfloat16, tp"),
-        ("cpu", "benchmark, pp zb"),
-        ("gpu", "benchmark 512, plain"),
-        ("gpu", "rank 0 of 8, sp_megatron"),
+        ("lengths", "40 GiB", r"\| tp \| 19k, 21k \| error, error \| \d+k \| \d+k \|"),
+        ("cpu", "correctness bfloat16, tp", r"\| tp \|  \|  \| \d\.\de-\d\d \|"),
+        ("cpu", "benchmark, pp zb", r"\| pp zb \|  \|  \|  \| \d+\.\d\d \| \d+ / \d+ \|"),
+        ("gpu", "benchmark 512, plain", r"\| plain, 512 tokens \| full, block \| \d+ \|  \| 1\.000 \|"),
+        ("gpu", "rank 0 of 8, sp_megatron", r"\| sp_megatron \|  \|  \| \d+\.\d\d \| \d+\.\d \|"),
     ],
 )
-def test_a_step_of_each_kind(part, step):
+def test_a_step_of_each_kind(part, step, row):
     outcome = make.run(make.PARTS[part](trial=True)[step])
     assert "result" in outcome, outcome
     text = make.TABLES[part]({"about": make.about(), "steps": {step: outcome}})
     assert text.startswith(("*Predicted", "*Measured"))
+    assert re.search(row, text), text
 
 
 def test_a_step_that_fails_says_why():
