@@ -108,8 +108,35 @@ class Mutant(NamedTuple):
 # ---------------------------------------------------------------------------------------------------
 
 
-def changes(node, text):
+class Source:
+    """A script's text, and where the nodes of its syntax tree stand in it."""
+
+    def __init__(self, script):
+        self.data = (ROOT / script).read_bytes()  # bytes, as the syntax tree counts
+        self.lines = self.data.decode().splitlines(keepends=True)
+        self.starts = [0]  # where each line begins
+        for line in self.lines:
+            self.starts.append(self.starts[-1] + len(line.encode()))
+
+    def place(self, node):
+        begin, end = self.starts[node.lineno - 1], self.starts[node.end_lineno - 1]
+        return begin + node.col_offset, end + node.end_col_offset
+
+    def part(self, begin, end):
+        return self.data[begin:end].decode()
+
+    def text(self, node):
+        return self.part(*self.place(node))
+
+    def changed(self, node, new):
+        """The whole text with a new one in a node's place."""
+        begin, end = self.place(node)
+        return self.part(0, begin) + new + self.part(end, None)
+
+
+def changes(node, source):
     """The changes of one node of a syntax tree: (the part of the node that is replaced, its new text)."""
+    text = source.text
     if isinstance(node, ast.Call) and (name := called(node)) in COLLECTIVES and node.args:
         yield node, text(node.args[0])  # the collective is forgotten
         rest = "".join(f", {text(a)}" for a in node.args[1:])
@@ -125,7 +152,7 @@ def changes(node, text):
     if isinstance(node, (ast.BinOp, ast.Compare, ast.BoolOp)):
         sign = type(node.ops[0] if isinstance(node, ast.Compare) else node.op)
         if sign in SIGNS:
-            yield node, swapped_sign(node, sign, text)
+            yield node, swapped_sign(node, sign, source)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.Invert, ast.Not)):
         yield node, text(node.operand)
     if isinstance(node, ast.If):
@@ -146,39 +173,25 @@ def called(call):
     return getattr(call.func, "attr", None) or getattr(call.func, "id", None)
 
 
-def swapped_sign(node, sign, text):
-    """The text of an operation or comparison with another sign."""
+def swapped_sign(node, sign, source):
+    """The text of an operation or comparison with another sign: of a <= b < c, the first."""
     old, new = SIGNS[sign]
     if isinstance(node, ast.BoolOp):
-        return f" {new} ".join(text(value) for value in node.values)
-    left = node.left
-    right = node.comparators[0] if isinstance(node, ast.Compare) else node.right
-    rest = text(node)[len(text(left)) :]
-    if isinstance(node, ast.Compare) and len(node.ops) > 1:  # a <= b < c: the first sign
-        return text(left) + rest.replace(old, new, 1)
-    return text(left) + rest[: len(rest) - len(text(right))].replace(old, new, 1) + text(right)
+        return f" {new} ".join(source.text(value) for value in node.values)
+    left, right = node.left, node.comparators[0] if isinstance(node, ast.Compare) else node.right
+    (begin, end), (_, left_end), (right_begin, _) = map(source.place, (node, left, right))
+    between = source.part(left_end, right_begin).replace(old, new, 1)
+    return source.part(begin, left_end) + between + source.part(right_begin, end)
 
 
 @functools.cache
 def mutants(script):
     """All mutants of one script, in the order of its lines."""
-    source = (ROOT / script).read_text()
-    lines = source.splitlines(keepends=True)
+    source = Source(script)
+    lines = source.lines
     banners = [i + 1 for i, line in enumerate(lines) if line.startswith(("# 2. ", "# 5. "))]
-    starts = [0]  # where each line begins, in bytes, as the syntax tree counts
-    for line in lines:
-        starts.append(starts[-1] + len(line.encode()))
-    data = source.encode()
-
-    def place(node):
-        return starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
-
-    def text(node):
-        begin, end = place(node)
-        return data[begin:end].decode()
-
     found, names = [], Counter()
-    for top in ast.parse(source).body:
+    for top in ast.parse(source.data).body:
         copied = (
             lines[first_line(top) - 2].startswith("# Copied from ")
             and f"from {script}" not in lines[first_line(top) - 2]
@@ -194,15 +207,15 @@ def mutants(script):
                 for n in ast.walk(f)
             }
             for node in [n for statement in function.body for n in ast.walk(statement) if n not in inner]:
-                for part, new in changes(node, text):
-                    begin, end = place(part)
-                    mutated = (data[:begin] + new.encode() + data[end:]).decode()
+                for part, new in changes(node, source):
+                    mutated = source.changed(part, new)
                     with contextlib.suppress(SyntaxError):  # a keyword argument's order, or the like
                         ast.parse(mutated)
-                        name = f"{script}:{where}: {' '.join(text(part).split())} -> {' '.join(new.split())}"
+                        old, new = (" ".join(words.split()) for words in (source.text(part), new))
+                        name = f"{script}:{where}: {old} -> {new}"
                         names[name] += 1
                         name += f" (no. {names[name]})" if names[name] > 1 else ""
-                        found.append(((begin, end), Mutant(name, script, mutated)))
+                        found.append((source.place(part), Mutant(name, script, mutated)))
     return [mutant for _, mutant in sorted(found, key=lambda pair: pair[0])]
 
 
