@@ -3,11 +3,12 @@
     python results/make.py                 # all that this machine can measure
     python results/make.py lengths         # the longest sequences, predicted: needs no GPU
     python results/make.py cpu             # the scripts on two ranks of this machine
-    python results/make.py gpu             # what one GPU can say
+    python results/make.py gpu             # one GPU: proofs, throughput, one rank of several
+    python results/make.py limits          # one GPU: the longest sequences, emulated, beside the prediction
     python results/make.py tables          # only README's tables anew, from the JSON there is
     python results/make.py gpu --trial     # its steps on a tiny model, to see that they run; keeps nothing
 
-A part is a list of steps, each a command line that anyone can run. Its JSON has the command beside the
+A part is a row of steps, each a command line that anyone can run. Its JSON has the command beside the
 result, and is written after every step; a step that fails leaves its last lines there and costs no other.
 """
 
@@ -53,7 +54,7 @@ PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # FLOP/s in bfloat16, d
 
 
 # ---------------------------------------------------------------------------------------------------
-# 1. The steps of each part: {name: command line}
+# 1. The steps of each part: generators of (name, command line), which are sent the step's outcome
 # ---------------------------------------------------------------------------------------------------
 
 
@@ -66,28 +67,24 @@ def lengths(trial):
         picture = ""
     search = "python oom_search.py --how predicted --fresh --strategy all"
     bare = REMEDIES["as it comes"]
-    steps = {
-        "40 GiB": f"{search} --nproc 1 2 4 8 --memory-gib 40 {model}{picture}",
-        "57 GiB, as it comes": f"{search} --nproc 1 2 --memory-gib 57 --step 256 {bare} {model}",
-        "40 GiB, offload": f"{search} --nproc 1 2 --memory-gib 40 --recompute offload {model}",
-    }
+    yield "40 GiB", f"{search} --nproc 1 2 4 8 --memory-gib 40 {model}{picture}"
+    yield "57 GiB, as it comes", f"{search} --nproc 1 2 --memory-gib 57 --step 256 {bare} {model}"
+    yield "40 GiB, offload", f"{search} --nproc 1 2 --memory-gib 40 --recompute offload {model}"
     for name, options in REMEDIES.items():
-        steps[f"80 GiB, {name}"] = f"{search} --nproc 1 8 --memory-gib 80 {options} {large}"
-    return steps
+        yield f"80 GiB, {name}", f"{search} --nproc 1 8 --memory-gib 80 {options} {large}"
 
 
 def cpu(trial):
     """Two ranks of this machine: the proof in each dtype, then time, memory and traffic of a real size."""
     size = "--length 32 --batch 4" if trial else "--model smollm2-135m --length 128 --batch 4"
-    launch, steps = "torchrun --nproc_per_node=2", {}
+    launch = "torchrun --nproc_per_node=2"
     for dtype in ("float64", "float32", "bfloat16"):
         for name, script in SCRIPTS.items():
-            steps[f"correctness {dtype}, {name}"] = f"{launch} {script} --dtype {dtype}"
+            yield f"correctness {dtype}, {name}", f"{launch} {script} --dtype {dtype}"
     runs = SCRIPTS | {f"pp {kind}": f"pp.py --schedule {kind}" for kind in ("afab", "interleaved", "zb")}
     del runs["tp_dtensor"]  # 9 heads: DTensor's plan has no uneven groups
     for name, script in runs.items():
-        steps[f"benchmark, {name}"] = f"{launch} {script} --mode benchmark --bench-iters 3 {size}"
-    return steps
+        yield f"benchmark, {name}", f"{launch} {script} --mode benchmark --bench-iters 3 {size}"
 
 
 def gpu(trial):
@@ -95,20 +92,37 @@ def gpu(trial):
     model = "" if trial else "--model llama-3.2-1b --dtype bfloat16"
     sizes = {4096: "none", 16384: "none", 32768: "block"}
     sizes = {128: "none", 256: "none", 512: "block"} if trial else sizes
-    launch, steps = "torchrun --nproc_per_node=1", {}
+    launch = "torchrun --nproc_per_node=1"
     for name, script in SCRIPTS.items():
-        steps[f"correctness, {name}"] = f"{launch} {script} {model} --length 512 --batch 1"
+        yield f"correctness, {name}", f"{launch} {script} {model} --length 512 --batch 1"
     for length, recompute in sizes.items():
         how = f"{model} --length {length} --batch 1 --loss full --recompute {recompute}"
-        steps[f"benchmark {length}, plain"] = f"python results/make.py plain {how}"
+        yield f"benchmark {length}, plain", f"python results/make.py plain {how}"
         for name, script in SCRIPTS.items():
-            steps[f"benchmark {length}, {name}"] = f"{launch} {script} --mode benchmark {how}"
+            yield f"benchmark {length}, {name}", f"{launch} {script} --mode benchmark {how}"
     length = list(sizes)[1]
-    for world in (2, 8):
+    for world in (2, 4, 8):
         for name, script in SCRIPTS.items():
             how = f"--backend fake --mode benchmark {model} --length {length} --batch 1"
-            steps[f"rank 0 of {world}, {name}"] = f"RANK=0 WORLD_SIZE={world} python {script} {how}"
-    return steps
+            yield f"rank 0 of {world}, {name}", f"RANK=0 WORLD_SIZE={world} python {script} {how}"
+
+
+def limits(trial):
+    """One GPU: the longest sequences, predicted without it, then tried on it, one real rank at a time.
+
+    A search begins where the prediction says that it ends: two tries, if the prediction is right. The lengths
+    that the remedies reach at 40 GiB would take minutes a step, so they are tried where less memory is full.
+    """
+    bare, model = REMEDIES["as it comes"], "--model tiny" if trial else ""
+    budgets = [("40 GiB, as it comes", 40, "1 2 4 8", bare), ("12 GiB", 12, "1 8", "")]
+    budgets += [(f"{gib} GiB, as it comes", gib, "1 8", bare) for gib in (80, 139)]
+    for name, gib, worlds, options in budgets:
+        search = f"python oom_search.py --fresh --memory-gib {gib / 400 if trial else gib} {options} {model}"
+        outcome = yield f"predicted, {name}", f"{search} --how predicted --strategy all --nproc {worlds}"
+        for row in (outcome or {}).get("result", {}).get("results", []):
+            there = f"--strategy {row['strategy']} --nproc {row['nproc']}"
+            there += f" --lo {row['longest']} --hi {row['too_long']}" if row["longest"] else ""
+            yield f"{row['strategy']} on {row['nproc']}, {name}", f"{search} --how emulated {there}"
 
 
 def run(line):
@@ -257,7 +271,7 @@ def gpu_table(part):
     """Throughput beside Hugging Face's own model; time and memory of one rank of several."""
     peak = next((flops for name, flops in PEAK.items() if name in part["about"]["device"]), None)
     head = ["1 rank", "loss, recomputation", "tokens a second", "of the GPU's FLOP/s", "time / plain"]
-    rows, several = [head], [["16k tokens", *(f"{n} of {w}" for w in (2, 8) for n in ("s a step", "GiB"))]]
+    rows, several = [head], [["16k tokens", *(f"{n}, {w}" for w in (2, 4, 8) for n in ("s a step", "GiB"))]]
     for step, outcome in part["steps"].items():
         kind, name = step.split(", ")
         bench = outcome.get("result", {}).get("benchmark")
@@ -271,7 +285,7 @@ def gpu_table(part):
         rows.append([f"{name}, {kind.split()[1]} tokens", how, f"{bench['tokens_per_s']:.0f}", used, ratio])
     for name in SCRIPTS:
         cells = []
-        for world in (2, 8):
+        for world in (2, 4, 8):
             bench = of(part, f"rank 0 of {world}, {name}").get("benchmark")
             seconds = f"{bench['forward_backward_s']['median']:.2f}" if bench else ""
             cells += [seconds, f"{bench['peak_memory_bytes'][0] / GIB:.1f}" if bench else ""]
@@ -279,21 +293,39 @@ def gpu_table(part):
     return f"*Measured ({made(part)})*\n\n{table(*rows)}\n{table(*several)}"
 
 
-TABLES = {"lengths": lengths_table, "cpu": cpu_table, "gpu": gpu_table}
+def limits_table(part):
+    """What a real GPU takes, and how far off the prediction was."""
+    budgets = [step.removeprefix("predicted, ") for step in part["steps"] if "predicted" in step]
+    said = {budget: longest(part, f"predicted, {budget}") for budget in budgets}
+    worlds = {budget: list(dict.fromkeys(world for _, world in said[budget])) for budget in budgets}
+    heads = [f"{budget}, on {', '.join(map(str, worlds[budget]))}" for budget in budgets]
+    rows = [["longest", *heads, "prediction off by at most"]]
+    for name in dict.fromkeys(name for cells in said.values() for name, _ in cells):
+        row, off = [name], []
+        for budget in budgets:
+            real = {w: longest(part, f"{name} on {w}, {budget}").get((name, w)) for w in worlds[budget]}
+            off += [
+                abs(said[budget][name, w] / n - 1) for w, n in real.items() if n and said[budget][name, w]
+            ]
+            row.append(", ".join(map(short, real.values())))
+        rows.append([*row, f"{max(off):.1%}" if off else ""])
+    return f"*Emulated, bfloat16, batch 1 ({made(part)})*\n\n{table(*rows)}"
 
 
-def files(name):
-    """Where a part's figures are: lengths.json, cpu.json, and a file for each GPU there was."""
-    if name != "gpu":
-        return [file for file in [HERE / f"{name}.json"] if file.exists()]
-    return sorted(file for file in HERE.glob("*.json") if file.stem not in PARTS)
+TABLES = {"lengths": lengths_table, "cpu": cpu_table, "gpu": gpu_table, "limits": limits_table}
+
+
+def found(name):
+    """What there is of a part: one, or for those of a GPU one for each GPU there was."""
+    parts = [json.loads(file.read_text()) for file in sorted(HERE.glob("*.json"))]
+    return [part for part in parts if part["part"] == name]
 
 
 def with_tables(text):
     """README's text with its tables made anew; a part that was never run leaves its place as it is."""
     for name, render in TABLES.items():
         begin, end = f"<!-- {name}: made by results/make.py -->\n", f"<!-- end of {name} -->"
-        made_anew = "\n".join(render(json.loads(file.read_text())) for file in files(name))
+        made_anew = "\n".join(render(part) for part in found(name))
         if made_anew:
             before, rest = text.split(begin)
             text = before + begin + made_anew + end + rest.split(end)[1]
@@ -304,21 +336,25 @@ def with_tables(text):
 # 3. Command line
 # ---------------------------------------------------------------------------------------------------
 
-PARTS = {"lengths": lengths, "cpu": cpu, "gpu": gpu}
+PARTS = {"lengths": lengths, "cpu": cpu, "gpu": gpu, "limits": limits}
+OF_A_GPU = ("gpu", "limits")
 
 
 def make(name, trial):
     """Run a part's steps; returns whether all of them came to a result."""
-    part, steps = {"about": about(), "steps": {}}, PARTS[name](trial)
-    stem = re.sub(r"\W+", "_", part["about"]["device"].lower()) if name == "gpu" else name
-    for i, (step, line) in enumerate(steps.items()):
+    part, steps, outcome = {"part": name, "about": about(), "steps": {}}, PARTS[name](trial), None
+    stem = re.sub(r"\W+", "_", part["about"]["device"].lower()) + f"_{name}" if name in OF_A_GPU else name
+    while True:
+        try:
+            step, line = steps.send(outcome)
+        except StopIteration:
+            return all("result" in outcome for outcome in part["steps"].values())
         outcome = part["steps"][step] = run(line)
         said = "" if "result" in outcome else f"  failed: {outcome['error'][-1:]}"
-        print(f"{name} {i + 1}/{len(steps)}  {outcome['seconds']:6.1f} s  {step}{said}", flush=True)
+        print(f"{name}  {outcome['seconds']:6.1f} s  {step}{said}", flush=True)
         if not trial:
             text = json.dumps(part, indent=1) + "\n"
             tp.write_whole(HERE / f"{stem}.json", lambda path, text=text: Path(path).write_text(text))
-    return all("result" in outcome for outcome in part["steps"].values())
 
 
 def main(argv):
@@ -332,7 +368,7 @@ def main(argv):
     )
     parser.add_argument("--trial", action="store_true", help="on a tiny model, and keep nothing")
     options = parser.parse_args(argv)
-    every = ["lengths", "cpu", *(["gpu"] if torch.cuda.is_available() else [])]
+    every = [name for name in PARTS if name not in OF_A_GPU or torch.cuda.is_available()]
     good = [make(name, options.trial) for name in options.part or every if name != "tables"]
     if not options.trial:
         (ROOT / "README.md").write_text(with_tables((ROOT / "README.md").read_text()))

@@ -1,38 +1,43 @@
 """README.md and labs/README.md: what they name exists, and their commands are ones that the scripts take."""
 
+import os
 import re
-import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-from conftest import ROOT, python
+from conftest import ENVIRONMENT, ROOT
 
 DOCS = [ROOT / "README.md", ROOT / "labs" / "README.md"]
 STARTS = ("torchrun", "python", "python3", "make", "diff")
 SCRIPT = re.compile(r"(?:labs/|tests/)?\w+\.py")
 
 
-def commands(path):
-    """Every command line in a code block or between backquotes, as words."""
+def scripts(path):
+    """What a reader may paste: each code block's command lines, and each command between backquotes."""
     text = path.read_text()
-    blocks = [
-        line for block in re.findall(r"^```\n(.*?)^```", text, re.M | re.S) for line in block.splitlines()
-    ]
+    blocks = [block.splitlines() for block in re.findall(r"^```\n(.*?)^```", text, re.M | re.S)]
     inline = re.findall(r"`([^`\n]+)`", re.sub(r"^```\n.*?^```", "", text, flags=re.M | re.S))
-    found = []
-    for line in [*blocks, *inline]:
-        words = [w.removeprefix(".venv/bin/") for w in line.split("#")[0].split()]
-        while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):  # RANK=0 and the like
-            words.pop(0)
-        if words and words[0] in STARTS and len(words) > 1:
-            found.append(words)
-    return found
+    found = [[line for line in block if words(line)] for block in [*blocks, *([line] for line in inline)]]
+    return [block for block in found if block]
 
 
-ALL = {" ".join(words): words for path in DOCS for words in commands(path)}
+def words(line):
+    """A command line's words; [] where the line is none."""
+    found = [w.removeprefix(".venv/bin/") for w in line.split("#")[0].split()]
+    while found and re.fullmatch(r"[A-Z_]+=\S*", found[0]):  # RANK=0 and the like
+        found.pop(0)
+    return found if len(found) > 1 and found[0] in STARTS else []
 
 
-def script_of(words):
-    return next((w for w in words if SCRIPT.fullmatch(w) and (ROOT / w).exists()), None)
+SCRIPTS = [tuple(lines) for path in DOCS for lines in scripts(path)]
+ALL = {" ".join(words(line)): words(line) for lines in SCRIPTS for line in lines}
+
+
+def script_of(command):
+    return next((w for w in command if SCRIPT.fullmatch(w) and (ROOT / w).exists()), None)
 
 
 def test_there_are_commands():
@@ -42,19 +47,19 @@ def test_there_are_commands():
 
 @pytest.mark.parametrize("line", ALL)
 def test_what_a_command_names_exists(line):
-    words = ALL[line]
-    if words[0] == "make":
-        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M)
+    command = ALL[line]
+    if command[0] == "make":
+        assert re.search(rf"^{command[1]}:", (ROOT / "Makefile").read_text(), re.M)
         return
-    for word in words[1:]:
+    for word in command[1:]:
         if SCRIPT.fullmatch(word) and word != "SCRIPT.py" and "my_labs" not in line:
             assert (ROOT / word).exists(), word
-    script = script_of(words)
+    script = script_of(command)
     if script is None:
-        assert {"SCRIPT.py", "-m"} & set(words) or words[0] in ("diff", "python3"), line
+        assert {"SCRIPT.py", "-m"} & set(command) or command[0] in ("diff", "python3"), line
         return
     source = (ROOT / script).read_text()
-    for option in re.findall(r"--[a-z][a-z-]*", " ".join(words[words.index(script) :])):
+    for option in re.findall(r"--[a-z][a-z-]*", " ".join(command[command.index(script) :])):
         assert f'"{option}"' in source, f"{script} has no {option}"
 
 
@@ -85,17 +90,57 @@ def test_options_in_tables_exist(path):
         assert f'"{option}"' in sources or option == "--nproc_per_node", option
 
 
-QUICK = [
-    line
-    for line in ALL
-    if line.startswith(
-        ("python sp_layout_sim.py", "python pp.py --mode schedule", "python labs/grade.py list")
-    )
-]
+ELSEWHERE = {  # commands that are run as they stand, but not by the test below
+    r"make |python3 -m venv|-m pytest": ".ci/run",
+    r"torchrun --nnodes": "test_nodes.py and test_lab8.py, on one machine",
+    r"python labs/lab\d_\w+\.py$": "test_lab1.py to test_lab8.py",
+    r"python tests/mutants\.py$": "test_mutants.py: a sample of them",
+    r"\$GGUF": "test_real_weights.py",
+    r"SCRIPT\.py": "a pattern, of which the others are examples",
+}
+QUICK = re.compile(r"python (sp_layout_sim\.py|pp\.py --mode schedule)|diff ")  # a second each
 
 
-@pytest.mark.parametrize("line", QUICK)
-def test_quick_commands_run_as_written(line, tmp_path):
-    words = [str(tmp_path / w) if w.endswith(".png") else w for w in shlex.split(line)[1:]]
-    run = python(*words)
-    assert run.returncode == (1 if "--break" in words and "list" not in words else 0), run.stderr
+def here(lines):
+    """Those of a script's lines that are run here."""
+    return [line for line in lines if not any(re.search(e, " ".join(words(line))) for e in ELSEWHERE)]
+
+
+RUN = list(dict.fromkeys(tuple(here(lines)) for lines in SCRIPTS if here(lines)))
+
+
+def test_what_is_run_elsewhere_is_a_command():
+    for pattern, where in ELSEWHERE.items():
+        assert any(re.search(pattern, line) for line in ALL), f"{pattern}, of {where}, is none any more"
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """The project as a reader has it, with this Python's environment as its .venv."""
+    folder = tmp_path_factory.mktemp("clone") / "clone"
+    leave = shutil.ignore_patterns(".*", "__pycache__", "my_labs", "*.egg-info")
+    shutil.copytree(ROOT, folder, ignore=leave)
+    Path(folder, ".venv").symlink_to(sys.prefix)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [pytest.param(r, marks=[] if all(map(QUICK.match, r)) else pytest.mark.slow, id=r[0]) for r in RUN],
+)
+def test_commands_run_as_written(lines, clone):
+    """Line by line, by a shell. One that shows a bug, a difference or empty exercises ends with 1."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for line in lines:
+        run = subprocess.run(
+            line,
+            shell=True,
+            cwd=clone,
+            env=ENVIRONMENT | {"PATH": path},
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+        shows = re.search(r"--break (?!list)|--inject-bug (?!list)|^diff |grade\.py lab1", line)
+        assert run.returncode == (1 if shows else 0), f"{line}\n{run.stdout}\n{run.stderr}"
+        assert "Traceback" not in run.stderr

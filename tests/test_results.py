@@ -1,6 +1,5 @@
 """results/make.py: README's tables are those of the JSON, and every kind of step comes to a result."""
 
-import json
 import re
 import sys
 
@@ -18,13 +17,23 @@ def test_readme_shows_what_was_found():
     assert changed != text and make.with_tables(changed) == text, "a figure changed by hand is put right"
 
 
+def steps_of(part, trial, outcomes):
+    """{step: command line} of a part whose steps come to these outcomes."""
+    steps, lines, outcome = make.PARTS[part](trial), {}, None
+    while True:
+        try:
+            step, line = steps.send(outcome)
+        except StopIteration:
+            return lines
+        lines[step], outcome = line, outcomes.get(step)
+
+
 @pytest.mark.parametrize("name", make.PARTS)
 def test_what_was_found_has_its_command(name):
-    for file in make.files(name):
-        part = json.loads(file.read_text())
+    for part in make.found(name):
         assert set(part["about"]) == {"date", "device", "cpu", "versions"}
-        assert list(part["steps"]) == list(make.PARTS[name](trial=False))
-        assert {s: o["command"] for s, o in part["steps"].items()} == make.PARTS[name](trial=False)
+        commands = {step: outcome["command"] for step, outcome in part["steps"].items()}
+        assert list(commands.items()) == list(steps_of(name, False, part["steps"]).items())
 
 
 @pytest.mark.slow
@@ -39,11 +48,29 @@ def test_what_was_found_has_its_command(name):
     ],
 )
 def test_a_step_of_each_kind(part, step, row):
-    outcome = make.run(make.PARTS[part](trial=True)[step])
+    outcome = make.run(steps_of(part, True, {})[step])
     assert "result" in outcome, outcome
     text = make.TABLES[part]({"about": make.about(), "steps": {step: outcome}})
     assert text.startswith(("*Predicted", "*Measured"))
     assert re.search(row, text), text
+
+
+def test_limits_are_tried_where_the_prediction_ends():
+    """Without a GPU: the lines that would run, and the table of what they might have found."""
+
+    def result(*rows):
+        keys = ("strategy", "nproc", "longest", "too_long")
+        return {"result": {"results": [dict(zip(keys, row)) for row in rows]}}
+
+    outcomes = {"predicted, 12 GiB": result(("tp", 1, 50176, 50688), ("tp", 2, None, 512))}
+    lines = steps_of("limits", False, outcomes)
+    assert lines["tp on 1, 12 GiB"].endswith("--how emulated --strategy tp --nproc 1 --lo 50176 --hi 50688")
+    assert lines["tp on 2, 12 GiB"].endswith("--how emulated --strategy tp --nproc 2")
+    outcomes |= {"predicted, 40 GiB, as it comes": result(("tp", 1, 19456, 19968))}
+    outcomes |= {"tp on 1, 12 GiB": result(("tp", 1, 51200, 51712))}
+    outcomes |= {"tp on 1, 40 GiB, as it comes": result(("tp", 1, 19968, 20480))}
+    text = make.TABLES["limits"]({"about": make.about(), "steps": outcomes})
+    assert "| tp | 51k, error | 20k | 2.6% |" in text, text
 
 
 def test_a_step_that_fails_says_why():
