@@ -101,7 +101,11 @@ def gpu(trial):
         for name, script in SCRIPTS.items():
             yield f"benchmark {length}, {name}", f"{launch} {script} --mode benchmark {how}"
     length = list(sizes)[1]
-    for world in (2, 4, 8):
+    how = f"{model} --batch 1 --attn flash"  # the package, where it is installed
+    yield "correctness, tp flash", f"{launch} tp.py {how} --length 512"
+    bare = f"--mode benchmark --loss full --recompute none --length {length}"
+    yield f"benchmark {length}, tp flash", f"{launch} tp.py {how} {bare}"
+    for world in (1, 2, 4, 8):
         for name, script in SCRIPTS.items():
             how = f"--backend fake --mode benchmark {model} --length {length} --batch 1"
             yield f"rank 0 of {world}, {name}", f"RANK=0 WORLD_SIZE={world} python {script} {how}"
@@ -268,10 +272,9 @@ def cpu_table(part):
 
 
 def gpu_table(part):
-    """Throughput beside Hugging Face's own model; time and memory of one rank of several."""
+    """Throughput beside Hugging Face's own model, and what one rank of several takes."""
     peak = next((flops for name, flops in PEAK.items() if name in part["about"]["device"]), None)
-    head = ["1 rank", "loss, recomputation", "tokens a second", "of the GPU's FLOP/s", "time / plain"]
-    rows, several = [head], [["16k tokens", *(f"{n}, {w}" for w in (2, 4, 8) for n in ("s a step", "GiB"))]]
+    rows = [["1 rank", "loss, recomputation", "tokens a second", "of the GPU's FLOP/s", "time / plain"]]
     for step, outcome in part["steps"].items():
         kind, name = step.split(", ")
         bench = outcome.get("result", {}).get("benchmark")
@@ -283,19 +286,27 @@ def gpu_table(part):
         used = f"{beside['model_flop'] / seconds / peak:.0%}" if beside and peak else ""
         ratio = f"{seconds / beside['forward_backward_s']['median']:.3f}" if beside else ""
         rows.append([f"{name}, {kind.split()[1]} tokens", how, f"{bench['tokens_per_s']:.0f}", used, ratio])
+    return f"*Measured ({made(part)})*\n\n{table(*rows)}\n{one_of_several(part)}"
+
+
+def one_of_several(part):
+    """Time and memory of rank 0 with silent peers; in parentheses the memory beside 1 rank's, at best 1/P."""
+    worlds = (1, 2, 4, 8)
+    rows = [["rank 0, 16k tokens", *(f"{what}, of {w}" for w in worlds for what in ("s a step", "GiB"))]]
     for name in SCRIPTS:
-        cells = []
-        for world in (2, 4, 8):
-            bench = of(part, f"rank 0 of {world}, {name}").get("benchmark")
-            seconds = f"{bench['forward_backward_s']['median']:.2f}" if bench else ""
-            cells += [seconds, f"{bench['peak_memory_bytes'][0] / GIB:.1f}" if bench else ""]
-        several.append([name, *cells])
-    return f"*Measured ({made(part)})*\n\n{table(*rows)}\n{table(*several)}"
+        benches = [of(part, f"rank 0 of {world}, {name}").get("benchmark") for world in worlds]
+        row, alone = [name], benches[0] and benches[0]["peak_memory_bytes"][0]
+        for bench in benches:
+            peak = bench and bench["peak_memory_bytes"][0]
+            row.append(f"{bench['forward_backward_s']['median']:.2f}" if bench else "")
+            row.append(f"{peak / GIB:.1f} ({peak / alone:.2f})" if peak and alone else "")
+        rows.append(row)
+    return table(*rows)
 
 
 def limits_table(part):
     """What a real GPU takes, and how far off the prediction was."""
-    budgets = [step.removeprefix("predicted, ") for step in part["steps"] if "predicted" in step]
+    budgets = [step.removeprefix("predicted, ") for step in part["steps"] if step.startswith("predicted")]
     said = {budget: longest(part, f"predicted, {budget}") for budget in budgets}
     worlds = {budget: list(dict.fromkeys(world for _, world in said[budget])) for budget in budgets}
     heads = [f"{budget}, on {', '.join(map(str, worlds[budget]))}" for budget in budgets]

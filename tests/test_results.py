@@ -44,7 +44,7 @@ def test_what_was_found_has_its_command(name):
         ("cpu", "correctness bfloat16, tp", r"\| tp \|  \|  \| \d\.\de-\d\d \|"),
         ("cpu", "benchmark, pp zb", r"\| pp zb \|  \|  \|  \| \d+\.\d\d \| \d+ / \d+ \|"),
         ("gpu", "benchmark 512, plain", r"\| plain, 512 tokens \| full, block \| \d+ \|  \| 1\.000 \|"),
-        ("gpu", "rank 0 of 8, sp_megatron", r"\| sp_megatron \|  \|  \| \d+\.\d\d \| \d+\.\d \|"),
+        ("gpu", "rank 0 of 1, sp_megatron", r"\| sp_megatron \| \d+\.\d\d \| \d+\.\d \(1.00\) \|"),
     ],
 )
 def test_a_step_of_each_kind(part, step, row):
