@@ -8,21 +8,24 @@ Every rank holds whole layers, one stage of the model, and hands the hidden stat
         |                    <-- gradients (b, s, h) ---    loss
 
 One stage alone would wait while the other computes. So the batch is cut into M microbatches, and a schedule
-says which of them a rank works on next. F forward, B backward (twice the work), microbatch 0 to 3, P = 2:
+says which of them a rank works on next. F forward, B backward (twice the work; the default, --recompute
+block, does F's again in it), microbatch 0 to 3, P = 2:
 
     afab    rank 0  F0 F1 F2 F3 .  .  .  B0 -- B1 -- B2 -- B3 --   all forward, all backward (GPipe): keeps
             rank 1  .  F0 F1 F2 F3 B0 -- B1 -- B2 -- B3 -- .  .    the activations of all M microbatches
     1f1b    rank 0  F0 F1 .  .  B0 -- F2 B1 -- F3 B2 -- .  B3 --   one forward, one backward: as long, but
             rank 1  .  F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .  .    with at most P microbatches in flight
-    zb      rank 0  F0 F1 .  B0 W0 F2 B1 W1 F3 B2 W2 B3 W3         B: the input's gradient only, all that rank
-            rank 1  .  F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3         0 waits for; W, the weights', fills gaps
+    zb      rank 0  F0 F1 .  B0 W0 F2 B1 W1 F3 B2 W2 B3 W3         B: the input's gradient, all that rank 0
+            rank 1  .  F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3         waits for; W, the weights', fills gaps
 
-    interleaved: a rank has V stages of 1/V the size, rank 0 layers 0, 1, 4 and 5. 1/V of the waiting, V times
-    the messages.
+    interleaved: a rank has V stages of 1/V the size, rank 0 layers 0, 1, 4 and 5. 1/V of the waiting, for
+    V P - 1 boundaries instead of P - 1.
 
 Cost: one (b, s, h) sent forward and one back at each boundary: far less than tp.py's 4 all-reduces a layer.
+Embeddings tied to the head are on the first and the last rank; their gradients are summed once a step.
 Weights, gradients and optimizer state shrink by P; time is lost to the bubble: (P-1)/(M+P-1) of it with afab
-and 1f1b, (P-1)/(V M+P-1) interleaved, (P-1)/(3 M+P-1) with zb where F, B and W take as long (M >= P).
+and 1f1b, (P-1)/(V M+P-1) interleaved, (P-1)/(3 M+P-1) with zb where F, B and W take as long (M >= P; about so
+with --recompute none).
 
     torchrun --nproc_per_node=2 pp.py --mode correctness --schedule 1f1b --microbatches 4
     torchrun --nproc_per_node=2 pp.py --mode all --schedule zb
@@ -87,8 +90,8 @@ LOSS_CHUNK = 2048  # --loss chunked: tokens a rank whose logits exist at the sam
 class Action(NamedTuple):
     """What a rank does next, with which of its stages, on which microbatch.
 
-    kind F: forward. B: backward; where a schedule has W too, B is the gradient of the stage's input alone
-    and W the gradients of its weights (the Zero Bubble paper's names).
+    kind F: forward. B: backward; where a schedule has W too, W is the gradients of the weights of the stage's
+    linear layers, and B all the others, above all that of its input (the Zero Bubble paper's names).
     """
 
     kind: str
@@ -121,6 +124,8 @@ def interleaved(rank, P, M, V):
     groups = [range(*split(M, i, rounds)) for i in range(rounds)]
     forward = [(v, m) for group in groups for v in range(V) for m in group]
     backward = [(V - 1 - v, m) for v, m in forward]
+    # Forwards before the first backward: the group's through all rounds but the last, and two for each rank
+    # below, as a microbatch has to come there and its gradient back
     ahead = min(2 * (P - rank - 1) + (V - 1) * len(groups[0]), V * M)
     for i in range(V * M + ahead):
         if i < V * M:
@@ -446,10 +451,17 @@ def check_shape(args, world):
         raise Unusable("--torch runs --schedule afab and 1f1b, with microbatches of the same size")
     if args.torch and args.schedule == "1f1b" and args.microbatches < world:
         raise Unusable(f"--torch runs 1f1b with at least as many microbatches as ranks: {world} would do")
-    alike = ("unscaled_loss", "mean_of_means", "overwritten_gradients", "swapped_labels")
-    if args.inject_bug in alike and args.microbatches == 1:
-        raise Unusable(f"--inject-bug {args.inject_bug} needs at least 2 microbatches: with one it is right")
-    if args.inject_bug == "untied_gradient" and not args.config.tie_word_embeddings:
+    bug = args.inject_bug
+    if bug in ("unscaled_loss", "mean_of_means", "overwritten_gradients") and args.microbatches == 1:
+        raise Unusable(f"--inject-bug {bug} needs at least 2 microbatches: with one it is right")
+    if bug == "mean_of_means" and args.batch % (3 * args.microbatches) == 0:  # as proof_batch() has targets
+        raise Unusable(f"--inject-bug {bug}: the {args.microbatches} microbatches of {args.batch} sequences "
+                       f"have as many targets each; --batch {args.batch + 1} would do")  # fmt: skip
+    if bug == "swapped_labels" and args.batch == 1:
+        raise Unusable(f"--inject-bug {bug} needs at least 2 sequences")
+    if args.torch and bug in ("overwritten_gradients", "dropped_boundary_gradient", "swapped_labels"):
+        raise Unusable(f"--inject-bug {bug} is a bug of our own engine, which --torch does not run")
+    if bug == "untied_gradient" and not args.config.tie_word_embeddings:
         raise Unusable(
             f"--inject-bug untied_gradient: the embeddings of {args.model} are not tied; tiny's are"
         )
@@ -823,7 +835,7 @@ def run_in_tiles(block, forward, args, x):  # (b, s, h) -> (b, s, h)
     narrower a rank's part of the block, the more tokens. (Arctic Long Sequence Training, arXiv 2506.13996)
     """
     width = max(len(p) for p in block.parameters())
-    size = args.tile * args.config.intermediate_size // width // len(x)
+    size = max(1, args.tile * args.config.intermediate_size // width // len(x))
     if x.shape[1] <= size:
         return forward(x)
     return torch.cat([checkpoint(forward, tile, use_reentrant=False) for tile in x.split(size, 1)], 1)
@@ -954,8 +966,9 @@ def observe(model, step, logits, tokens, group=None, lr=None):
     for name, p in reversed(parameters):
         see("grad", name, p.grad, p)
     if embedded:
-        inputs = torch.cat([e.grad for e in embedded])
-        seen["grad", "inputs_embeds"] = inputs, (1, *tokens[:2]), tokens[2]
+        start, end, copies = tokens
+        inputs = torch.cat([e.grad for e in embedded])[:, : end - start]  # SP's last rank may hold padding
+        seen["grad", "inputs_embeds"] = inputs, (1, start, end), copies
     sgd(model, lr)
     step()
     sgd(model, lr)
@@ -981,9 +994,9 @@ def compare(seen, expected, rounded, names):
         full = expected[key][0]
         dim, start, end = part or (0, 0, full.shape[0])
         want = full.narrow(dim, start, end - start)
-        mine = tensor.narrow(dim, 0, end - start).to(want.dtype)  # SP's last rank may hold padding
         own = square(rounded[key][0].narrow(dim, start, end - start).to(want.dtype) - want) if rounded else 0
-        rows[key] = square(mine - want), square(want), own, want.numel() / full.numel() / copies
+        error = square(tensor.to(want.dtype) - want) if tensor.shape == want.shape else math.inf
+        rows[key] = error, square(want), own, want.numel() / full.numel() / copies
     return rows
 
 
@@ -1387,7 +1400,7 @@ def parse(argv):
     add("--mode", choices=["correctness", "learning", "benchmark", "all", *OWN_MODES], default="correctness")
     add("--model", default="tiny", help=f"{', '.join(PRESETS)}, a hub id, a local directory, a .gguf file")
     add("--length", type=positive, default=256, help="tokens a sequence (256)")
-    add("--batch", type=positive, default=1, help="sequences (1)")
+    add("--batch", type=positive, default=1, help="sequences (1; pp.py: as many as microbatches)")
     add("--dtype", choices=["float32", "bfloat16", "float64"], default="float32")
     add("--attn", choices=["auto", "sdpa", "eager", "flash"], default="auto", help="auto: sdpa")
     add("--loss", choices=["chunked", "full"], default="chunked", help="chunked: full logits never exist")

@@ -17,8 +17,10 @@ P = 2, one MLP block:
     rank 0: tokens 0..s/2       rank 1: tokens s/2..s        (b, s/2, h)
 
 An all-reduce is a reduce-scatter and an all-gather: the forward sends what tp.py sends, cut in two, and
-what lies between the two halves (residuals, norms, all that is kept for the backward) is 1/P as large.
-Running a layer again in the backward gathers again: 2 all-gathers and a reduce-scatter more.
+what lies between the two halves (residuals, norms) is 1/P as large. A block's gathered input is whole: with
+--recompute none autograd keeps it for the backward, where Megatron-LM keeps the rank's part and gathers again
+(labs/lab2_megatron_layers.py builds that). Running a layer again, the default, keeps only 1/P of its input,
+and gathers again: 2 all-gathers and a reduce-scatter more.
 
     torchrun --nproc_per_node=2 sp_megatron.py --mode correctness
     torchrun --nproc_per_node=4 sp_megatron.py --mode all --length 1001
@@ -154,7 +156,8 @@ def expected_traffic(config, group, args):
         ("backward", "all_gather", 1 + 2 * layers, (1 + 2 * layers) * hidden),
         ("backward", "all_reduce", 1 + 2 * layers, (1 + 2 * layers) * config.hidden_size * element),  # norms
     ]
-    if args.recompute != "none":  # a layer run again gathers twice; nothing needs MLP's g* again
+    if args.recompute != "none":  # a layer run again gathers twice; MLP's g*, its last step, is not repeated:
+        # checkpoint() stops as soon as it has again all that the backward needs
         rows += [("backward", "all_gather", 2 * layers, 2 * layers * hidden)]
         rows += [("backward", "reduce_scatter", layers, layers * hidden)]
     if args.loss == "chunked":  # so does a chunk of the loss
@@ -696,7 +699,7 @@ def run_in_tiles(block, forward, args, x):  # (b, s, h) -> (b, s, h)
     narrower a rank's part of the block, the more tokens. (Arctic Long Sequence Training, arXiv 2506.13996)
     """
     width = max(len(p) for p in block.parameters())
-    size = args.tile * args.config.intermediate_size // width // len(x)
+    size = max(1, args.tile * args.config.intermediate_size // width // len(x))
     if x.shape[1] <= size:
         return forward(x)
     return torch.cat([checkpoint(forward, tile, use_reentrant=False) for tile in x.split(size, 1)], 1)
@@ -827,8 +830,9 @@ def observe(model, step, logits, tokens, group=None, lr=None):
     for name, p in reversed(parameters):
         see("grad", name, p.grad, p)
     if embedded:
-        inputs = torch.cat([e.grad for e in embedded])
-        seen["grad", "inputs_embeds"] = inputs, (1, *tokens[:2]), tokens[2]
+        start, end, copies = tokens
+        inputs = torch.cat([e.grad for e in embedded])[:, : end - start]  # SP's last rank may hold padding
+        seen["grad", "inputs_embeds"] = inputs, (1, start, end), copies
     sgd(model, lr)
     step()
     sgd(model, lr)
@@ -854,9 +858,9 @@ def compare(seen, expected, rounded, names):
         full = expected[key][0]
         dim, start, end = part or (0, 0, full.shape[0])
         want = full.narrow(dim, start, end - start)
-        mine = tensor.narrow(dim, 0, end - start).to(want.dtype)  # SP's last rank may hold padding
         own = square(rounded[key][0].narrow(dim, start, end - start).to(want.dtype) - want) if rounded else 0
-        rows[key] = square(mine - want), square(want), own, want.numel() / full.numel() / copies
+        error = square(tensor.to(want.dtype) - want) if tensor.shape == want.shape else math.inf
+        rows[key] = error, square(want), own, want.numel() / full.numel() / copies
     return rows
 
 
@@ -1260,7 +1264,7 @@ def parse(argv):
     add("--mode", choices=["correctness", "learning", "benchmark", "all", *OWN_MODES], default="correctness")
     add("--model", default="tiny", help=f"{', '.join(PRESETS)}, a hub id, a local directory, a .gguf file")
     add("--length", type=positive, default=256, help="tokens a sequence (256)")
-    add("--batch", type=positive, default=1, help="sequences (1)")
+    add("--batch", type=positive, default=1, help="sequences (1; pp.py: as many as microbatches)")
     add("--dtype", choices=["float32", "bfloat16", "float64"], default="float32")
     add("--attn", choices=["auto", "sdpa", "eager", "flash"], default="auto", help="auto: sdpa")
     add("--loss", choices=["chunked", "full"], default="chunked", help="chunked: full logits never exist")

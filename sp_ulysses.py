@@ -150,7 +150,7 @@ def expected_traffic(config, group, args):
         ("forward", "all_reduce", 1, max(4, element)),  # the loss: one number, in float32 or better
         ("backward", "all_reduce", len(numbers), sum(numbers) * element),  # every gradient
     ]
-    if args.recompute != "none":  # a layer is run again up to MLP's last matrix: after all of attention
+    if args.recompute != "none":  # a layer is run again up to MLP's last matrix: all of attention
         rows += [("backward", "all_to_all", 4 * layers, rows[0][3])]
     return rows
 
@@ -579,7 +579,7 @@ def run_in_tiles(block, forward, args, x):  # (b, s, h) -> (b, s, h)
     narrower a rank's part of the block, the more tokens. (Arctic Long Sequence Training, arXiv 2506.13996)
     """
     width = max(len(p) for p in block.parameters())
-    size = args.tile * args.config.intermediate_size // width // len(x)
+    size = max(1, args.tile * args.config.intermediate_size // width // len(x))
     if x.shape[1] <= size:
         return forward(x)
     return torch.cat([checkpoint(forward, tile, use_reentrant=False) for tile in x.split(size, 1)], 1)
@@ -710,8 +710,9 @@ def observe(model, step, logits, tokens, group=None, lr=None):
     for name, p in reversed(parameters):
         see("grad", name, p.grad, p)
     if embedded:
-        inputs = torch.cat([e.grad for e in embedded])
-        seen["grad", "inputs_embeds"] = inputs, (1, *tokens[:2]), tokens[2]
+        start, end, copies = tokens
+        inputs = torch.cat([e.grad for e in embedded])[:, : end - start]  # SP's last rank may hold padding
+        seen["grad", "inputs_embeds"] = inputs, (1, start, end), copies
     sgd(model, lr)
     step()
     sgd(model, lr)
@@ -737,9 +738,9 @@ def compare(seen, expected, rounded, names):
         full = expected[key][0]
         dim, start, end = part or (0, 0, full.shape[0])
         want = full.narrow(dim, start, end - start)
-        mine = tensor.narrow(dim, 0, end - start).to(want.dtype)  # SP's last rank may hold padding
         own = square(rounded[key][0].narrow(dim, start, end - start).to(want.dtype) - want) if rounded else 0
-        rows[key] = square(mine - want), square(want), own, want.numel() / full.numel() / copies
+        error = square(tensor.to(want.dtype) - want) if tensor.shape == want.shape else math.inf
+        rows[key] = error, square(want), own, want.numel() / full.numel() / copies
     return rows
 
 
@@ -1143,7 +1144,7 @@ def parse(argv):
     add("--mode", choices=["correctness", "learning", "benchmark", "all", *OWN_MODES], default="correctness")
     add("--model", default="tiny", help=f"{', '.join(PRESETS)}, a hub id, a local directory, a .gguf file")
     add("--length", type=positive, default=256, help="tokens a sequence (256)")
-    add("--batch", type=positive, default=1, help="sequences (1)")
+    add("--batch", type=positive, default=1, help="sequences (1; pp.py: as many as microbatches)")
     add("--dtype", choices=["float32", "bfloat16", "float64"], default="float32")
     add("--attn", choices=["auto", "sdpa", "eager", "flash"], default="auto", help="auto: sdpa")
     add("--loss", choices=["chunked", "full"], default="chunked", help="chunked: full logits never exist")

@@ -1,6 +1,6 @@
 """Tensor parallelism for LLaMA in one file: Megatron-LM (arXiv 1909.08053) on Hugging Face's own model.
 
-Every rank holds 1/P of each weight matrix and all of the activations. P = 2, one MLP block:
+Every rank holds 1/P of each weight matrix, and between the blocks all activations. P = 2, one MLP block:
 
       x (b, s, h) on both ranks
         | f   forward: nothing           backward: all-reduce dx
@@ -17,8 +17,9 @@ Every rank holds 1/P of each weight matrix and all of the activations. P = 2, on
 Attention is cut the same way, by heads: q, k, v are column parallel, o is row parallel. The embedding
 table and the head are cut by vocabulary, and the loss is computed without ever gathering the logits.
 
-Cost a layer: 2 all-reduces of (b, s, h) forward and 2 backward. Weights, gradients and optimizer state
-shrink by P; the activations between the blocks do not (that is what sp_megatron.py is for).
+Cost a layer: 2 all-reduces of (b, s, h) forward and 2 backward, and 1 more if the layer is run again in
+the backward (--recompute). Weights, gradients and optimizer state shrink by P, but for k and v where there
+are more ranks than KV heads; the activations between the blocks do not (that is what sp_megatron.py is for).
 
     torchrun --nproc_per_node=2 tp.py --mode correctness
     torchrun --nproc_per_node=2 tp.py --mode all --dtensor    # the same plan, by PyTorch
@@ -141,7 +142,8 @@ def expected_traffic(config, group, args):
         ("forward", "all_reduce", 1 + 2 * layers, (1 + 2 * layers) * hidden),  # embedding, every g
         ("backward", "all_reduce", head + projections * layers, (1 + projections * layers) * hidden),
     ]
-    if args.recompute != "none":  # a layer run again repeats attention's g; nothing needs MLP's
+    if args.recompute != "none":  # a layer run again repeats attention's g, but not MLP's, its last step:
+        # checkpoint() stops as soon as it has again all that the backward needs
         rows += [("backward", "all_reduce", layers, layers * hidden)]
     _, (k0, k1), copies = head_range(config, group.rank(), P)
     if copies > 1:  # replicated KV heads: their gradients are summed
@@ -247,7 +249,11 @@ def check_shape(args, world):
     """Raise Unusable where this model cannot be cut over world ranks."""
     head_range(args.config, 0, world)
     if args.dtensor:  # no tiles: each would send its own small messages
-        args.tile = args.batch * args.length
+        args.tile = args.batch * args.length * max(args.config.hidden_size, args.config.intermediate_size)
+    if args.dtensor and args.inject_bug not in (None, "loss_by_local_count", "no_op_parallelize"):
+        raise Unusable(
+            f"--inject-bug {args.inject_bug} is a bug of our own code, which --dtensor does not run"
+        )
     sizes = [args.config.num_key_value_heads, args.config.intermediate_size, args.config.vocab_size]
     if args.dtensor and any(size % world for size in sizes):
         works = ", ".join(str(w) for w in range(1, world) if not any(size % w for size in sizes))
@@ -300,8 +306,9 @@ def parallelize_dtensor(model, group):
     parallelize_module(model, DeviceMesh.from_group(group, model.device.type), plan)
     if tied:  # parallelize_module makes two parameters of one
         model.lm_head.weight = model.model.embed_tokens.weight
-    for parameter in model.parameters():  # a DTensor shows itself whole on every rank
-        parameter.copies = group.size()
+    for name, parameter in model.named_parameters():  # a DTensor shows itself whole on every rank
+        if isinstance(parameter, DTensor) or "norm" in name:
+            parameter.copies = group.size()
 
 
 # Copied from tp.py
@@ -655,7 +662,7 @@ def run_in_tiles(block, forward, args, x):  # (b, s, h) -> (b, s, h)
     narrower a rank's part of the block, the more tokens. (Arctic Long Sequence Training, arXiv 2506.13996)
     """
     width = max(len(p) for p in block.parameters())
-    size = args.tile * args.config.intermediate_size // width // len(x)
+    size = max(1, args.tile * args.config.intermediate_size // width // len(x))
     if x.shape[1] <= size:
         return forward(x)
     return torch.cat([checkpoint(forward, tile, use_reentrant=False) for tile in x.split(size, 1)], 1)
@@ -786,8 +793,9 @@ def observe(model, step, logits, tokens, group=None, lr=None):
     for name, p in reversed(parameters):
         see("grad", name, p.grad, p)
     if embedded:
-        inputs = torch.cat([e.grad for e in embedded])
-        seen["grad", "inputs_embeds"] = inputs, (1, *tokens[:2]), tokens[2]
+        start, end, copies = tokens
+        inputs = torch.cat([e.grad for e in embedded])[:, : end - start]  # SP's last rank may hold padding
+        seen["grad", "inputs_embeds"] = inputs, (1, start, end), copies
     sgd(model, lr)
     step()
     sgd(model, lr)
@@ -813,9 +821,9 @@ def compare(seen, expected, rounded, names):
         full = expected[key][0]
         dim, start, end = part or (0, 0, full.shape[0])
         want = full.narrow(dim, start, end - start)
-        mine = tensor.narrow(dim, 0, end - start).to(want.dtype)  # SP's last rank may hold padding
         own = square(rounded[key][0].narrow(dim, start, end - start).to(want.dtype) - want) if rounded else 0
-        rows[key] = square(mine - want), square(want), own, want.numel() / full.numel() / copies
+        error = square(tensor.to(want.dtype) - want) if tensor.shape == want.shape else math.inf
+        rows[key] = error, square(want), own, want.numel() / full.numel() / copies
     return rows
 
 
@@ -1219,7 +1227,7 @@ def parse(argv):
     add("--mode", choices=["correctness", "learning", "benchmark", "all", *OWN_MODES], default="correctness")
     add("--model", default="tiny", help=f"{', '.join(PRESETS)}, a hub id, a local directory, a .gguf file")
     add("--length", type=positive, default=256, help="tokens a sequence (256)")
-    add("--batch", type=positive, default=1, help="sequences (1)")
+    add("--batch", type=positive, default=1, help="sequences (1; pp.py: as many as microbatches)")
     add("--dtype", choices=["float32", "bfloat16", "float64"], default="float32")
     add("--attn", choices=["auto", "sdpa", "eager", "flash"], default="auto", help="auto: sdpa")
     add("--loss", choices=["chunked", "full"], default="chunked", help="chunked: full logits never exist")

@@ -100,6 +100,19 @@ BAD = [
 ]
 
 
+BUGS_THAT_ARE_NONE = [
+    (["--inject-bug", "mean_of_means", "--batch", "6", "--microbatches", "2"],
+     "--inject-bug mean_of_means: the 2 microbatches of 6 sequences have as many targets each; --batch 7"),
+    (["--inject-bug", "swapped_labels", "--batch", "1"],
+     "--inject-bug swapped_labels needs at least 2 sequences"),
+    *((["--torch", "--inject-bug", bug], f"--inject-bug {bug} is a bug of our own engine, which --torch")
+      for bug in ("overwritten_gradients", "dropped_boundary_gradient", "swapped_labels")),
+]  # fmt: skip
+BUGS_ALL_THE_SAME = [
+    ["--inject-bug", "mean_of_means", "--batch", "7", "--microbatches", "2"],
+    ["--inject-bug", "swapped_labels", "--batch", "2", "--microbatches", "1"],
+    *(["--torch", "--inject-bug", bug] for bug in ("unscaled_loss", "untied_gradient", "wrong_layers")),
+]
 TOO_MANY = ["pp.py", "--schedule", "interleaved", "--virtual-stages", "5"]
 
 
@@ -114,6 +127,8 @@ def commands(ranks):
         rows += [bug("1f1b", name) for name in CULPRIT]
         rows += [shaped(s, name) for s in ("1f1b", "zb") for name in SHAPES] + list(map(plain, PLAIN))
         rows += [by_torch(s) for s in ("afab", "1f1b")] + [TOO_MANY]
+        rows += [["pp.py", *options] for options, _ in BUGS_THAT_ARE_NONE]
+        rows += [["pp.py", "--length", "64", *options] for options in BUGS_ALL_THE_SAME]
     if ranks in (2, 3):
         rows += [in_flight(s, m) for s in ("afab", "1f1b", "zb") for m in ("4", "12")]
     return rows
@@ -265,6 +280,18 @@ def test_bad_input_is_refused_in_one_line(outcomes, options, message):
     outcome = outcomes(1, commands(1), ["pp.py", *options])
     assert outcome["exit"] == 2 and outcome["output"].count("\n") == 1
     assert outcome["output"].startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize("options,message", BUGS_THAT_ARE_NONE)
+def test_a_bug_that_would_not_be_one_is_refused(outcomes, options, message):
+    outcome = outcomes(2, commands(2), ["pp.py", *options])
+    assert outcome["exit"] == 2 and outcome["output"].startswith(f"error: {message}"), outcome["output"]
+
+
+@pytest.mark.parametrize("options", BUGS_ALL_THE_SAME)
+def test_a_bug_is_caught_in_other_settings(outcomes, options):
+    outcome = outcomes(2, commands(2), ["pp.py", "--length", "64", *options])
+    assert outcome["exit"] == 1 and "FAIL correctness" in outcome["output"], outcome["output"]
 
 
 def test_more_stages_than_layers(outcomes):

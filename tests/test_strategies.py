@@ -134,6 +134,11 @@ def tiled(script):
     return [*SCRIPTS[script], *model, *options, "--dtype", "float64", "--mode", "all"]
 
 
+def by_token(script):
+    """A tile smaller than the batch: a token of each sequence at a time."""
+    return [*SCRIPTS[script], "--model", shape("kv4"), "--tile", "1", "--batch", "3", "--length", "13"]
+
+
 def commands(ranks):
     """What is run on a set of ranks, in one go, by the tests that are not slow."""
     rows = [all_modes(script, "float32") for script in SCRIPTS if ranks in (1, 2)]
@@ -144,6 +149,7 @@ def commands(ranks):
     if ranks == 2:
         rows += [again(script) for script in SCRIPTS] + [bfloat16(script) for script in SCRIPTS]
         rows += [sabotaged(script, bug) for script in MANUAL for bug in BUGS[script].split()]
+        rows += [sabotaged("tp_dtensor", bug) for bug in BUGS["tp"].split()] + list(map(by_token, MANUAL))
         rows += [chunked(script) for script in SCRIPTS] + [tiled(script) for script in SCRIPTS]
     return rows
 
@@ -278,6 +284,12 @@ def test_tiles_and_offloading_change_nothing(outcomes, script):
     assert outcome["json"]["correctness"]["worst"]["relative_error"] < 1e-10
 
 
+@pytest.mark.parametrize("script", MANUAL)
+def test_a_tile_is_never_empty(outcomes, script):
+    outcome = outcomes(2, commands(2), by_token(script))
+    assert outcome["exit"] == 0, outcome["output"]
+
+
 def test_a_block_runs_on_a_tile_at_a_time():
     """4 of 10 tokens at once, for a block a fourth as wide as the model's MLP; again in the backward."""
     block, sizes = torch.nn.Linear(6, 3, bias=False), []
@@ -292,6 +304,16 @@ def test_a_block_runs_on_a_tile_at_a_time():
     assert torch.equal(out, block(x)) and sizes == [4, 4, 2]
     out.sum().backward()
     assert sizes[3:] == [2, 4, 4]
+
+
+def test_dtensor_runs_in_no_tiles():
+    """Each would send messages of its own. Here the block's widest matrix is not the model's MLP's."""
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 12, "hidden_size": 48}
+    args = SimpleNamespace(dtensor=True, inject_bug=None, batch=2, length=10, tile=4)
+    args.config = SimpleNamespace(**sizes, vocab_size=8)
+    tp.check_shape(args, 2)
+    x = torch.randn(2, 10, 12)
+    assert tp.run_in_tiles(torch.nn.Linear(12, 48), lambda x: x, args, x) is x
 
 
 def test_offloading_keeps_a_layers_input_in_the_hosts_memory(monkeypatch):
@@ -313,6 +335,35 @@ def test_offloading_keeps_a_layers_input_in_the_hosts_memory(monkeypatch):
 @pytest.mark.parametrize("script,bug", [[s, b] for s in MANUAL for b in BUGS[s].split()])
 def test_every_bug_is_caught_and_its_culprit_named(outcomes, script, bug):
     bug_is_caught(outcomes(2, commands(2), sabotaged(script, bug)), script, bug)
+
+
+@pytest.mark.parametrize("bug", BUGS["tp"].split())
+def test_a_bug_of_our_code_is_none_of_dtensors(outcomes, bug):
+    outcome = outcomes(2, commands(2), sabotaged("tp_dtensor", bug))
+    if bug in ("loss_by_local_count", "no_op_parallelize"):
+        assert outcome["exit"] == 1, outcome["output"]
+    else:
+        said = f"error: --inject-bug {bug} is a bug of our own code, which --dtensor does not run\n"
+        assert (outcome["exit"], outcome["output"]) == (2, said)
+
+
+FORGETFUL = """
+import sys
+sys.path.insert(0, ".")
+import tp
+right = tp.parallelize_module
+tp.parallelize_module = lambda model, mesh, plan: right(
+    model, mesh, {name: style for name, style in plan.items() if "mlp" not in name}
+)
+sys.exit(tp.main(["--dtensor", "--length", "64"]))
+"""
+
+
+def test_a_plan_that_forgets_the_mlp_is_caught(tmp_path):
+    """Every rank then computes all of it: all numbers are right, and nothing was gained."""
+    (tmp_path / "forgetful.py").write_text(FORGETFUL)
+    done = torchrun(2, tmp_path / "forgetful.py")
+    assert done.returncode == 1 and "mlp.gate_proj.weight" in done.stdout.splitlines()[-1], done.stdout
 
 
 def bug_is_caught(outcome, script, bug):
