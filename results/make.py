@@ -258,15 +258,16 @@ def lengths_table(part):
 def cpu_table(part):
     """How close to one device, how long, how much memory and traffic."""
     dtypes = ["float64", "float32", "bfloat16"]
-    rows = [["2 ranks, gloo", *dtypes, "s a step", "MiB, ranks 0 / 1", "MiB of messages"]]
+    rows = [["2 ranks, gloo", *dtypes, "s a step", "peak MiB, ranks 0 / 1", "MiB of messages"]]
     for name in [*SCRIPTS, "pp afab", "pp interleaved", "pp zb"]:
         proofs = [of(part, f"correctness {dtype}, {name}").get("correctness") for dtype in dtypes]
         row = [name, *(f"{proof['worst']['relative_error']:.1e}" if proof else "" for proof in proofs)]
         bench = of(part, f"benchmark, {name}").get("benchmark")
         if bench:
             peaks = " / ".join(f"{peak / MIB:.0f}" for peak in bench["peak_memory_bytes"])
-            sent = sum(row["bytes"] for row in bench["traffic"]) / MIB
-            row += [f"{bench['forward_backward_s']['median']:.2f}", peaks, f"{sent:.0f}"]
+            sent = [sum(t["bytes"] for t in bench["traffic"] if rank in t["ranks"]) for rank in range(2)]
+            sent = " / ".join(f"{size / MIB:.0f}" for size in sent)
+            row += [f"{bench['forward_backward_s']['median']:.2f}", peaks, sent]
         rows.append(row + [""] * (len(rows[0]) - len(row)))
     return f"*Measured ({made(part)})*\n\n{table(*rows)}"
 

@@ -42,7 +42,7 @@ def test_what_was_found_has_its_command(name):
     [
         ("lengths", "40 GiB", r"\| tp \| 19k, 21k \| error, error \| \d+k \| \d+k \|"),
         ("cpu", "correctness bfloat16, tp", r"\| tp \|  \|  \| \d\.\de-\d\d \|"),
-        ("cpu", "benchmark, pp zb", r"\| pp zb \|  \|  \|  \| \d+\.\d\d \| \d+ / \d+ \|"),
+        ("cpu", "benchmark, pp zb", r"\| pp zb \|  \|  \|  \| \d+\.\d\d \| \d+ / \d+ \| \d+ / \d+ \|"),
         ("gpu", "benchmark 512, plain", r"\| plain, 512 tokens \| full, block \| \d+ \|  \| 1\.000 \|"),
         ("gpu", "rank 0 of 1, sp_megatron", r"\| sp_megatron \| \d+\.\d\d \| \d+\.\d \(1.00\) \|"),
     ],
