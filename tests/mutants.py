@@ -1,13 +1,13 @@
 """Mutation proof: change the lesson of each script in many small ways; correctness must catch every change.
 
-    python tests/mutants.py                      # all mutants of the four scripts: about half an hour
+    python tests/mutants.py                      # all mutants of the four scripts: about 50 minutes
     python tests/mutants.py --every 5            # every fifth of them
     python tests/mutants.py --only tp.py:split   # those whose name contains this
     python tests/mutants.py --list               # their names
 
 A mutant is a script with one change in its sections 2 to 4 (Communication, Sharding, Loss), made from its
 syntax tree by the OPERATORS below. Code that stands in several scripts is changed in its original only. A
-mutant runs --mode correctness as TRIALS say, on 2 and on 3 ranks; it is caught by the first rank that does
+mutant runs --mode correctness as TRIALS say, on 2, 3 and 4 ranks; it is caught by the first rank that does
 not exit with 0, or that is not done in TIMEOUT seconds. Those that no trial can catch, because they compute
 the same, stand in EQUIVALENT with the reason. Exit status: 0 if exactly these survive, 1 if not.
 """
@@ -71,28 +71,159 @@ MODELS = {
     "shared_kv": {"num_hidden_layers": 2, "num_key_value_heads": 1, "tie_word_embeddings": True,
                   "attention_bias": True, "mlp_bias": True, "pad_token_id": 60},
     "own_kv": {"num_hidden_layers": 2, "num_key_value_heads": 3, "tie_word_embeddings": False},
+    "two_kv": {"num_hidden_layers": 2, "num_key_value_heads": 2, "tie_word_embeddings": True,
+               "pad_token_id": 26},  # the first word of rank 1 of 4
     "deep": {"num_hidden_layers": 7, "num_key_value_heads": 4, "tie_word_embeddings": True,
              "attention_bias": True},
     "deep_untied": {"num_hidden_layers": 5, "num_key_value_heads": 4, "tie_word_embeddings": False},
 }  # fmt: skip
-PLAIN = [
-    ["--model", "shared_kv", "--length", "13", "--batch", "2", "--attn", "eager", "--loss", "full"],
-    ["--model", "own_kv", "--length", "5", "--batch", "1500"],  # the loss in several chunks
+WHOLE = "shared_kv --length 13 --batch 2 --attn eager --loss full"
+CHUNKS = "own_kv --length 5 --batch 1500"  # so many sequences that the loss takes several chunks
+PLAIN = [*((ranks, line) for ranks in (2, 3) for line in (WHOLE, CHUNKS))]
+PLAIN += [(2, "own_kv --length 13 --batch 3 --attn eager")]  # two KV heads on a rank, and one
+PLAIN += [(4, "two_kv --length 13 --batch 60")]  # a KV head on two ranks
+CUT = "--length 13 --batch 5 --microbatches 3"
+PIPELINES = [f"deep --schedule {kind}" for kind in ("1f1b", "zb", "interleaved")]
+PIPELINES = [
+    (ranks, line) for ranks in (2, 3) for line in [*PIPELINES, "deep_untied --schedule afab --loss full"]
 ]
-MICROBATCHED = ["--length", "13", "--batch", "5", "--microbatches", "3", "--model"]
-TRIALS = {script: PLAIN for script in SCRIPTS} | {
-    "pp.py": [
-        *([*MICROBATCHED, "deep", "--schedule", schedule] for schedule in ("1f1b", "zb", "interleaved")),
-        [*MICROBATCHED, "deep_untied", "--schedule", "afab", "--loss", "full"],
-    ]
-}
+PIPELINES += [(4, "deep --schedule zb")]  # more ranks than microbatches
+PIPELINES += [(1, "deep --schedule interleaved")]  # all stages on one
+TRIALS = {script: PLAIN for script in SCRIPTS}  # (ranks, model and options)
+TRIALS["pp.py"] = [
+    *((ranks, f"{line} {CUT}") for ranks, line in PIPELINES),
+    (2, f"{CHUNKS} --microbatches 2"),
+]
 
-EQUIVALENT = {
-    "tp.py:VocabParallelCrossEntropy.forward: 0 -> 1": "another rank's target is masked",
-    'tp.py:mean_loss: args.loss == "full" -> args.loss != "full"': "full and chunked compute the same",
-    "sp_ulysses.py:full_mask.mask: 1 -> 2": "of a padding mask; correctness has none",
-    "pp.py:needs: 0 -> 1": "part of the guard against deadlocks, and these schedules have none",
-}
+SURVIVORS = {  # reason: the mutants that no trial can catch
+    "refuses, or allows, other numbers of ranks than are tried": """
+    tp.py:head_range: 1 -> 2
+    tp.py:head_range: heads + 1 -> heads - 1
+    tp.py:head_range: 1 -> 2 (no. 2)
+    sp_megatron.py:parallelize: world > 1 -> world >= 1
+    sp_ulysses.py:parallelize: group.size() > 1 -> group.size() >= 1""",
+    "as many ranks as KV heads: both ways come to the same": """
+    tp.py:head_range: w <= kv_heads -> w < kv_heads
+    tp.py:head_range: world <= kv_heads -> world < kv_heads""",
+    "another rank holds the bias": """
+    tp.py:row_parallel: 0 -> 1""",
+    "what is looked up for another rank's token is masked": """
+    tp.py:VocabParallelEmbedding.forward: 0 -> 1
+    sp_megatron.py:VocabParallelEmbedding.forward: 0 -> 1
+    tp.py:VocabParallelCrossEntropy.forward: 0 -> 1""",
+    "the maximum of maxima": """
+    tp.py:VocabParallelCrossEntropy.forward: all_reduce(logits.max(-1, keepdim=True).values.float(), \
+group, dist.ReduceOp.MAX) -> all_reduce(all_reduce(logits.max(-1, keepdim=True).values.float(), group, \
+dist.ReduceOp.MAX), group, dist.ReduceOp.MAX)""",
+    "of two dimensions the last is number 1": """
+    tp.py:VocabParallelCrossEntropy.forward: -1 -> 1
+    tp.py:VocabParallelCrossEntropy.forward: -1 -> 1 (no. 2)
+    tp.py:VocabParallelCrossEntropy.forward: -1 -> 1 (no. 3)
+    tp.py:VocabParallelCrossEntropy.forward: -1 -> 1 (no. 4)
+    tp.py:VocabParallelCrossEntropy.backward: -1 -> 1""",
+    "flattened later": """
+    sp_megatron.py:split_targets: 1 -> 2 (no. 4)""",
+    "another number of tokens in a chunk of the loss: the same sum": """
+    tp.py:loss_chunk: 1 -> 2
+    tp.py:loss_chunk: LOSS_CHUNK * world -> LOSS_CHUNK // world
+    tp.py:loss_chunk: LOSS_CHUNK * world // args.batch -> LOSS_CHUNK * world * args.batch
+    tp.py:mean_loss: args.length if args.loss == "full" else loss_chunk(args, group.size()) -> \
+(loss_chunk(args, group.size()) if args.loss == "full" else args.length)
+    tp.py:mean_loss: args.loss == "full" -> args.loss != "full"
+    sp_megatron.py:loss_chunk: 1 -> 2
+    sp_megatron.py:loss_chunk: LOSS_CHUNK // args.batch -> LOSS_CHUNK * args.batch
+    sp_megatron.py:mean_loss: hidden.shape[1] if args.loss == "full" else loss_chunk(args) -> \
+(loss_chunk(args) if args.loss == "full" else hidden.shape[1])
+    sp_megatron.py:mean_loss: args.loss == "full" -> args.loss != "full"
+    sp_ulysses.py:mean_loss: hidden.shape[1] if args.loss == "full" else max(1, LOSS_CHUNK // args.batch) \
+-> (max(1, LOSS_CHUNK // args.batch) if args.loss == "full" else hidden.shape[1])
+    sp_megatron.py:mean_loss: 1 -> 2
+    sp_ulysses.py:mean_loss: 1 -> 2
+    sp_ulysses.py:mean_loss: 1 -> 2 (no. 2)
+    sp_ulysses.py:mean_loss: args.loss == "full" -> args.loss != "full"
+    sp_ulysses.py:mean_loss: LOSS_CHUNK // args.batch -> LOSS_CHUNK * args.batch
+    pp.py:microbatch_loss: hidden.shape[1] if args.loss == "full" else max(1, LOSS_CHUNK // len(hidden)) -> \
+(max(1, LOSS_CHUNK // len(hidden)) if args.loss == "full" else hidden.shape[1])
+    pp.py:microbatch_loss: 1 -> 2
+    pp.py:microbatch_loss: 1 -> 2 (no. 2)
+    pp.py:microbatch_loss: args.loss == "full" -> args.loss != "full"
+    pp.py:microbatch_loss: LOSS_CHUNK // len(hidden) -> LOSS_CHUNK * len(hidden)""",
+    "a chunk is run again, or not: the same sum": """
+    tp.py:mean_loss: args.loss == "full" -> not (args.loss == "full")
+    tp.py:mean_loss: args.loss == "full" -> args.loss != "full" (no. 2)
+    tp.py:mean_loss: False -> True
+    sp_megatron.py:mean_loss: args.loss == "full" -> not (args.loss == "full")
+    sp_megatron.py:mean_loss: args.loss == "full" -> args.loss != "full" (no. 2)
+    sp_megatron.py:mean_loss: False -> True
+    sp_ulysses.py:mean_loss: args.loss == "full" -> not (args.loss == "full")
+    sp_ulysses.py:mean_loss: args.loss == "full" -> args.loss != "full" (no. 2)
+    sp_ulysses.py:mean_loss: False -> True
+    pp.py:microbatch_loss: args.loss == "full" -> not (args.loss == "full")
+    pp.py:microbatch_loss: args.loss == "full" -> args.loss != "full" (no. 2)
+    pp.py:microbatch_loss: False -> True""",
+    "--loss full is one chunk": """
+    tp.py:mean_loss: total += token_loss(model, h, t, group) -> total = token_loss(model, h, t, group)
+    sp_megatron.py:mean_loss: total += token_loss(model, h, t, group) -> \
+total = token_loss(model, h, t, group)
+    sp_ulysses.py:mean_loss: total += token_loss(model, h, t) -> total = token_loss(model, h, t)
+    pp.py:microbatch_loss: total += token_loss(model, h, t) -> total = token_loss(model, h, t)""",
+    "of --dtensor, which is not tried": """
+    tp.py:token_loss: 0 -> 1
+    tp.py:token_loss: 1 -> 2
+    tp.py:train_step: loss_parallel() if args.dtensor else nullcontext() -> \
+(nullcontext() if args.dtensor else loss_parallel())""",
+    "what is gathered twice is cut off again": """
+    sp_megatron.py:local_logits: gather_from_sp_region(hidden_states(model, ids, group, args), group) -> \
+gather_from_sp_region(gather_from_sp_region(hidden_states(model, ids, group, args), group), group)""",
+    "of a padding mask; correctness has none, test_strategies.py has": """
+    sp_ulysses.py:full_mask.mask: dist.all_gather(parts, attention_mask.contiguous(), group=group) -> pass
+    sp_ulysses.py:full_mask.mask: dist.all_gather(parts, attention_mask.contiguous(), group=group) -> parts
+    sp_ulysses.py:full_mask.mask: 1 -> 2""",
+    "a softmax does not change with what all its logits have in common": """
+    sp_ulysses.py:token_loss: logits - logits.detach().max(-1, keepdim=True).values -> \
+logits + logits.detach().max(-1, keepdim=True).values""",
+    "a padding token's value: nobody attends to it": """
+    sp_ulysses.py:hidden_states: 0 -> 1""",
+    "another order of the same sums: more in flight, or a longer bubble, which test_pp.py sees": """
+    pp.py:one_f_one_b: P - rank - 1 -> P - rank + 1
+    pp.py:interleaved: 1 -> 2
+    pp.py:interleaved: 2 -> 3
+    pp.py:interleaved: P - rank -> P + rank
+    pp.py:interleaved: P - rank - 1 -> P - rank + 1
+    pp.py:interleaved: V - 1 -> V + 1 (no. 2)""",
+    "of the guard against bad schedules: these are good, those of test_pp.py are not": """
+    pp.py:needs: 0 -> 1
+    pp.py:needs: 1 -> 2 (no. 2)
+    pp.py:faults: found.append(f"rank {rank} does not do each of its actions once") -> pass
+    pp.py:faults: 1 -> 2 (no. 2)
+    pp.py:faults: not found -> found
+    pp.py:faults: r == rank -> r != rank
+    pp.py:faults: 0 -> 1
+    pp.py:faults: 0 -> 1 (no. 2)
+    pp.py:faults: found.append(f"deadlock: these wait for each other: {waiting}") -> pass""",
+    "of the measured timeline": """
+    pp.py:Pipeline.run: self.timeline.append((action, begin, self.now())) -> pass
+    pp.py:Pipeline.now: self.timeline is not None -> self.timeline is None
+    pp.py:Pipeline.now: self.timeline is not None and self.args.device.type == "cuda" -> \
+self.timeline is not None or self.args.device.type == "cuda"
+    pp.py:Pipeline.now: self.args.device.type == "cuda" -> self.args.device.type != "cuda"
+    pp.py:Pipeline.now: torch.cuda.synchronize() -> pass""",
+    "a message that has arrived is kept longer: more memory, the same numbers": """
+    pp.py:Pipeline.backward: 1 -> 2 (no. 2)
+    pp.py:Pipeline.backward: self.sent.pop(Action("F", stage + 1, m))[0].wait() -> pass""",
+    "no stage: any number below 0": """
+    pp.py:Pipeline.peer: 1 -> 2""",
+    "a cache that nobody reads": """
+    pp.py:Stage.forward: False -> True""",
+    "a channel that nobody uses": """
+    pp.py:open_channels: stages - 1 -> stages + 1""",
+    "a message is asked for earlier": """
+    pp.py:Pipeline.run: 2 -> 3""",
+    "of the most microbatches in flight, which test_pp.py holds against the schedule": """
+    pp.py:Pipeline.run: 0 -> 1
+    pp.py:Pipeline.run: self.peak = max(self.peak, len(self.held | self.deferred)) -> pass""",
+}  # fmt: skip
+EQUIVALENT = {name.strip(): why for why, names in SURVIVORS.items() for name in names.strip().splitlines()}
 
 
 class Mutant(NamedTuple):
@@ -278,13 +409,13 @@ def trial(world, mutant, argv, output):
 def caught(mutant, folder):
     """What catches a mutant: "2 ranks, exit 1: the last line it said", or None if nothing does."""
     output = f"{folder}/output"
-    for world in (2, 3):
-        for argv in TRIALS[mutant.script]:
-            argv = [f"{folder}/{a}" if a in MODELS else a for a in argv]
-            verdict = trial(world, mutant, ["--mode", "correctness", *argv], output)
-            if verdict:
-                said = Path(output).read_text(errors="replace").strip().splitlines() or [""]
-                return f"{world} ranks, {verdict}: {said[-1][:100]}"
+    for world, line in TRIALS[mutant.script]:
+        model, *options = line.split()
+        argv = ["--mode", "correctness", "--model", f"{folder}/{model}", *options]
+        verdict = trial(world, mutant, argv, output)
+        if verdict:
+            said = Path(output).read_text(errors="replace").strip().splitlines() or [""]
+            return f"{world} ranks, {verdict}: {said[-1][:100]}"
     return None
 
 

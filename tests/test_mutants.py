@@ -1,4 +1,4 @@
-"""A sample of the mutants of mutants.py; all of them take half an hour."""
+"""A sample of the mutants of mutants.py; all of them take 50 minutes."""
 
 import mutants
 import pytest
@@ -15,7 +15,11 @@ def test_correctness_catches_what_changes_the_mathematics():
 
 def test_there_are_mutants_of_every_script_and_the_excuses_are_of_some():
     names = [mutant.name for script in mutants.SCRIPTS for mutant in mutants.mutants(script)]
-    assert len(names) == len(set(names)) >= 600
+    assert len(names) == len(set(names))
+    readme = (mutants.ROOT / "README.md").read_text()
+    same = len(mutants.EQUIVALENT)
+    assert f"in {len(names)} small ways" in readme, "README's score"
+    assert f"{len(names) - same} are\ncaught; {same} compute the same" in readme, "README's score"
     assert set(mutants.EQUIVALENT) <= set(names), "an equivalent mutant that is none any more"
 
 
