@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 from conftest import ENVIRONMENT, ROOT, python
@@ -241,8 +242,9 @@ def test_killed_and_resumed(folder):
 def test_interrupted(folder, number):
     fake(folder, tp={"sleep": 60})
     job = subprocess.Popen(
-        command((0, ["--strategy", "tp"])), cwd=folder, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
-    )
+        command((0, ["--strategy", "tp"])), cwd=folder, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True,
+        preexec_fn=partial(signal.signal, number, signal.SIG_DFL),  # a shell's background job ignores SIGINT
+    )  # fmt: skip
     wait_for(lambda: (folder / "tp.pids").exists() and len((folder / "tp.pids").read_text().split()) == 2)
     job.send_signal(number)
     _, said = job.communicate(timeout=10)
