@@ -8,7 +8,7 @@ pytestmark = pytest.mark.slow  # to make them all takes half a minute, to run th
 
 
 def test_correctness_catches_what_changes_the_mathematics():
-    run = python("tests/mutants.py", "--every", "12", timeout=900)
+    run = python("tests/mutants.py", "--every", "12", timeout=1800)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
     assert int(run.stdout.splitlines()[-1].split()[4]) >= 60, "enough of them"
 
