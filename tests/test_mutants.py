@@ -15,7 +15,7 @@ def test_correctness_catches_what_changes_the_mathematics():
 
 def test_there_are_mutants_of_every_script_and_the_excuses_are_of_some():
     names = [mutant.name for script in mutants.SCRIPTS for mutant in mutants.mutants(script)]
-    assert len(names) == len(set(names))
+    assert len(names) == len(set(names)) >= 600
     readme = (mutants.ROOT / "README.md").read_text()
     same = len(mutants.EQUIVALENT)
     assert f"in {len(names)} small ways" in readme, "README's score"

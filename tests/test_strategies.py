@@ -347,6 +347,15 @@ def test_a_bug_of_our_code_is_none_of_dtensors(outcomes, bug):
         assert (outcome["exit"], outcome["output"]) == (2, said)
 
 
+@pytest.mark.parametrize("rows,right", [(1, False), (2, True), (3, False)])
+def test_a_tensor_is_as_large_as_its_part(rows, right):
+    """Its first rows being right is not enough: rank 0 of 2 holds two of four."""
+    key = "shard", "weight"
+    seen = {key: (torch.ones(rows, 3), (0, 0, 2), 1)}
+    error, *_ = tp.compare(seen, {key: (torch.ones(4, 3),)}, None, {})[key]
+    assert error == (0 if right else float("inf"))
+
+
 FORGETFUL = """
 import sys
 sys.path.insert(0, ".")
