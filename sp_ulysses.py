@@ -1310,9 +1310,9 @@ def explain(problem, args):
                 host, pid = known(f"process {r}").split()  # "no place" where it never came so far
                 if host == socket.gethostname():  # torchrun would wait half a minute more for a stopped one
                     os.kill(int(pid), signal.SIGKILL)
-            if not lost:
+            if not lost:  # they wait for one another, or one came too late
                 said = "; ".join(f"rank {r} {other}" for r, other in enumerate(gave_up))
-                said = f"error: all wait for one another, {args.timeout} s (--timeout) by now: {said}"
+                said = f"error: no answer for {args.timeout} s (--timeout), yet all ranks live: {said}"
                 print(said, file=sys.stderr, flush=True)
             return 1
         time.sleep(7)  # the rank that is to blame says so, or torchrun names it, and ends us

@@ -3,8 +3,8 @@
     torchrun --nproc_per_node=2 tests/fault.py KIND WHERE RANK SCRIPT.py [its options]
 
 KIND: kill (SIGKILL), stop (SIGSTOP), raise (an exception), hang (never returns), wait (for a message that
-nobody sends). WHERE: start (as the ranks join), forward and backward (of an MLP in the middle of the model),
-collective (instead of sending).
+nobody sends), late (goes on just after the others have given up). WHERE: start (as the ranks join), forward
+and backward (of an MLP in the middle of the model), collective (instead of sending).
 """
 
 import os
@@ -19,6 +19,7 @@ from transformers.models.llama import modeling_llama
 
 KIND, WHERE, RANK, SCRIPT = sys.argv[1:5]
 CALLS = 12  # the first of them is the reference's, on one device
+LATE = 7.5  # seconds: more than the 6 of the test's --timeout, less than 3 more, when who is silent is named
 
 
 def fault(*_):
@@ -29,6 +30,9 @@ def fault(*_):
         os.kill(os.getpid(), signal.SIGKILL if KIND == "kill" else signal.SIGSTOP)
     if KIND == "wait":
         dist.recv(torch.empty(1), src=0)
+    if KIND == "late":
+        time.sleep(LATE)
+        return
     while True:
         time.sleep(1)
 
