@@ -94,7 +94,10 @@ def gpu(trial):
     sizes = {128: "none", 256: "none", 512: "block"} if trial else sizes
     launch = "torchrun --nproc_per_node=1"
     for name, script in SCRIPTS.items():
-        yield f"correctness, {name}", f"{launch} {script} {model} --length 512 --batch 1"
+        yield f"correctness on 1, {name}", f"{launch} {script} {model} --length 512 --batch 1"
+    for name, script in SCRIPTS.items():
+        there = f"torchrun --nproc_per_node=2 results/one_gpu.py {script} {model} --length 512 --batch 1"
+        yield f"correctness on 2, {name}", there
     for length, recompute in sizes.items():
         how = f"{model} --length {length} --batch 1 --loss full --recompute {recompute}"
         yield f"benchmark {length}, plain", f"python results/make.py plain {how}"
@@ -102,7 +105,7 @@ def gpu(trial):
             yield f"benchmark {length}, {name}", f"{launch} {script} --mode benchmark {how}"
     length = list(sizes)[1]
     how = f"{model} --batch 1 --attn flash"  # the package, where it is installed
-    yield "correctness, tp flash", f"{launch} tp.py {how} --length 512"
+    yield "correctness on 1, tp flash", f"{launch} tp.py {how} --length 512"
     bare = f"--mode benchmark --loss full --recompute none --length {length}"
     yield f"benchmark {length}, tp flash", f"{launch} tp.py {how} {bare}"
     for world in (1, 2, 4, 8):
@@ -232,6 +235,14 @@ def short(tokens):
     return f"{tokens / 1e6:.2f}M" if tokens >= 1e6 else f"{tokens / 1e3:.{0 if tokens >= 1e4 else 1}f}k"
 
 
+def worst(part, step):
+    """The relative error of a proof's worst tensor."""
+    proof = of(part, step).get("correctness")
+    if not proof:
+        return "failed" if step in part["steps"] else ""
+    return f"{proof['worst']['relative_error']:.1e}"
+
+
 def longest(part, step):
     """{(strategy, GPUs): tokens} of a search."""
     return {(row["strategy"], row["nproc"]): row["longest"] for row in of(part, step).get("results", [])}
@@ -260,8 +271,7 @@ def cpu_table(part):
     dtypes = ["float64", "float32", "bfloat16"]
     rows = [["2 ranks, gloo", *dtypes, "s a step", "peak MiB, ranks 0 / 1", "MiB of messages"]]
     for name in [*SCRIPTS, "pp afab", "pp interleaved", "pp zb"]:
-        proofs = [of(part, f"correctness {dtype}, {name}").get("correctness") for dtype in dtypes]
-        row = [name, *(f"{proof['worst']['relative_error']:.1e}" if proof else "" for proof in proofs)]
+        row = [name, *(worst(part, f"correctness {dtype}, {name}") for dtype in dtypes)]
         bench = of(part, f"benchmark, {name}").get("benchmark")
         if bench:
             peaks = " / ".join(f"{peak / MIB:.0f}" for peak in bench["peak_memory_bytes"])
@@ -273,7 +283,7 @@ def cpu_table(part):
 
 
 def gpu_table(part):
-    """Throughput beside Hugging Face's own model, and what one rank of several takes."""
+    """Proofs, throughput beside Hugging Face's own model, and what one rank of several takes."""
     peak = next((flops for name, flops in PEAK.items() if name in part["about"]["device"]), None)
     rows = [["1 rank", "loss, recomputation", "tokens a second", "of the GPU's FLOP/s", "time / plain"]]
     for step, outcome in part["steps"].items():
@@ -287,7 +297,15 @@ def gpu_table(part):
         used = f"{beside['model_flop'] / seconds / peak:.0%}" if beside and peak else ""
         ratio = f"{seconds / beside['forward_backward_s']['median']:.3f}" if beside else ""
         rows.append([f"{name}, {kind.split()[1]} tokens", how, f"{bench['tokens_per_s']:.0f}", used, ratio])
-    return f"*Measured ({made(part)})*\n\n{table(*rows)}\n{one_of_several(part)}"
+    return f"*Measured ({made(part)})*\n\n{proofs(part)}\n{table(*rows)}\n{one_of_several(part)}"
+
+
+def proofs(part):
+    """How close to the model on one device, on one rank and on two that share the GPU."""
+    rows = [["correctness, worst tensor", "1 rank", "2 ranks, over the host"]]
+    for name in [*SCRIPTS, "tp flash"]:
+        rows.append([name, *(worst(part, f"correctness on {ranks}, {name}") for ranks in (1, 2))])
+    return table(*rows)
 
 
 def one_of_several(part):

@@ -43,6 +43,7 @@ def test_what_was_found_has_its_command(name):
         ("lengths", "40 GiB", r"\| tp \| 19k, 21k \| error, error \| \d+k \| \d+k \|"),
         ("cpu", "correctness bfloat16, tp", r"\| tp \|  \|  \| \d\.\de-\d\d \|"),
         ("cpu", "benchmark, pp zb", r"\| pp zb \|  \|  \|  \| \d+\.\d\d \| \d+ / \d+ \| \d+ / \d+ \|"),
+        ("gpu", "correctness on 2, sp_megatron", r"\| sp_megatron \|  \| \d\.\de-\d\d \|"),
         ("gpu", "benchmark 512, plain", r"\| plain, 512 tokens \| full, block \| \d+ \|  \| 1\.000 \|"),
         ("gpu", "rank 0 of 1, sp_megatron", r"\| sp_megatron \| \d+\.\d\d \| \d+\.\d \(1.00\) \|"),
     ],
@@ -76,6 +77,11 @@ def test_limits_are_tried_where_the_prediction_ends():
 def test_a_step_that_fails_says_why():
     outcome = make.run("python tp.py --length 1")
     assert outcome["error"] == ["error: --length 1 has no next token to predict; 2 would do"]
+
+
+def test_a_proof_that_failed_is_not_left_blank():
+    part = {"about": make.about(), "steps": {"correctness float32, pp": {"error": ["FAIL correctness"]}}}
+    assert "| pp |  | failed |  |" in make.TABLES["cpu"](part)
 
 
 def test_an_unknown_part_is_refused():
