@@ -259,10 +259,11 @@ class Source:
     def text(self, node):
         return self.part(*self.place(node))
 
-    def changed(self, node, new):
-        """The whole text with a new one in a node's place."""
+    def changed(self, node, new, within=None):
+        """The whole text, or that of a node within, with a new one in a node's place."""
+        first, last = self.place(within) if within else (0, None)
         begin, end = self.place(node)
-        return self.part(0, begin) + new + self.part(end, None)
+        return self.part(first, begin) + new + self.part(end, last)
 
 
 def changes(node, source):
@@ -339,9 +340,9 @@ def mutants(script):
             }
             for node in [n for statement in function.body for n in ast.walk(statement) if n not in inner]:
                 for part, new in changes(node, source):
-                    mutated = source.changed(part, new)
                     with contextlib.suppress(SyntaxError):  # a keyword argument's order, or the like
-                        ast.parse(mutated)
+                        ast.parse(source.changed(part, new, within=top))
+                        mutated = source.changed(part, new)
                         old, new = (" ".join(words.split()) for words in (source.text(part), new))
                         name = f"{script}:{where}: {old} -> {new}"
                         names[name] += 1

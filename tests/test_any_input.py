@@ -13,7 +13,7 @@ from conftest import ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-pytestmark = pytest.mark.slow  # 300 cases
+pytestmark = pytest.mark.slow  # 600 cases
 sys.path[:0] = [str(ROOT), str(ROOT / "labs")]
 CASES = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
 NUMBERS = st.sampled_from(["0", "1", "2", "3", "7", "-1", "1.5", "1e3", "", "many", "٣", "\x00", "9" * 30])
@@ -68,24 +68,28 @@ STRATEGY = {
 }  # fmt: skip
 
 
+CONFIG = {
+    "hidden_size": 8, "intermediate_size": 6, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 11, "model_type": "llama", "architectures": ["LlamaForCausalLM"],
+}  # fmt: skip
+SMALL = CONFIG | {"num_hidden_layers": 4, "vocab_size": 300}  # bytes, and as many layers as pp has stages
+
+
 @pytest.mark.parametrize("script", ["tp", "sp_megatron", "sp_ulysses", "pp"])
 def test_command_lines(script, monkeypatch, tmp_path):
     module = importlib.import_module(script)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text(json.dumps(SMALL))
 
-    @settings(CASES, max_examples=40)
+    @settings(CASES, max_examples=100)
     @given(options(STRATEGY))
     def check(argv):
-        holds(module.main, ["--length", "8", "--bench-iters", "1", *argv])
+        holds(module.main, ["--model", ".", "--length", "8", "--bench-iters", "1", *argv])
 
     check()
 
 
-CONFIG = {
-    "hidden_size": 8, "intermediate_size": 6, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "vocab_size": 11, "model_type": "llama", "architectures": ["LlamaForCausalLM"],
-}  # fmt: skip
 VALUES = st.sampled_from([0, 1, 2, 3, 5, -1, 1.5, None, "x", True, [], {}])
 KEYS = [
     *CONFIG,
