@@ -1,5 +1,6 @@
 """pp.py: every schedule proven, its traffic and its memory as they should be, its bugs caught."""
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -200,9 +201,9 @@ def bug_is_caught(outcome, schedule, name):
     assert outcome["output"].strip().splitlines()[-1].endswith(f"the first: {culprit}")
 
 
-def test_the_bugs_listed_are_the_bugs_tested():
-    listed = python("pp.py", "--inject-bug", "list").stdout
-    assert [line.split()[0] for line in listed.strip().splitlines()] == list(CULPRIT)
+def test_the_bugs_listed_are_the_bugs_tested(capsys):
+    assert importlib.import_module("pp").main(["--inject-bug", "list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.strip().splitlines()] == list(CULPRIT)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -1,5 +1,6 @@
 """tp.py, sp_megatron.py, sp_ulysses.py as a user runs them: what holds, is refused, must be caught."""
 
+import importlib
 import json
 import os
 import re
@@ -81,7 +82,8 @@ def shape(name):
 
 
 def all_modes(script, dtype):
-    return [*SCRIPTS[script], "--mode", "all", "--dtype", dtype, "--length", "128", "--bench-iters", "1"]
+    length = "128" if dtype == "bfloat16" else "64"  # its errors differ less over more tokens
+    return [*SCRIPTS[script], "--mode", "all", "--dtype", dtype, "--length", length, "--bench-iters", "1"]
 
 
 def bfloat16(script):
@@ -123,8 +125,8 @@ def sabotaged(script, bug):
 
 def chunked(script):
     """A loss of several chunks: of 2048 tokens a rank. DTensor cannot cut the odd sizes of shape()."""
-    model = [] if script == "tp_dtensor" else ["--model", shape("kv4")]
-    return [*SCRIPTS[script], *model, "--length", "37", "--batch", "300"]
+    size = ["--batch", "115"] if script == "tp_dtensor" else ["--batch", "300", "--model", shape("kv4")]
+    return [*SCRIPTS[script], "--length", "37", *size]
 
 
 def tiled(script):
@@ -384,9 +386,10 @@ def bug_is_caught(outcome, script, bug):
 
 
 @pytest.mark.parametrize("script", MANUAL)
-def test_the_bugs_listed_are_the_bugs_tested(script):
-    listed = python(*SCRIPTS[script], "--inject-bug", "list").stdout
-    assert [line.split()[0] for line in listed.strip().splitlines()] == BUGS[script].split()
+def test_the_bugs_listed_are_the_bugs_tested(script, capsys):
+    assert importlib.import_module(script).main(["--inject-bug", "list"]) == 0
+    listed = capsys.readouterr().out.strip().splitlines()
+    assert [line.split()[0] for line in listed] == BUGS[script].split()
 
 
 def test_results_can_be_drawn_and_are_strict_json(tmp_path):
