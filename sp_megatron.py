@@ -1393,8 +1393,9 @@ def run(args, group):
 
 # Copied from tp.py
 def place(stack):
-    """Where in this file a stack is: "check_correctness > observe > train_step"."""
-    names = [frame.name for frame in stack if frame.filename == place.__code__.co_filename]
+    """Where in this file a stack (of traceback.walk_tb) is: "check_correctness > observe > train_step"."""
+    codes = [frame.f_code for frame, _ in stack]
+    names = [code.co_name for code in codes if code.co_filename == place.__code__.co_filename]
     return " > ".join(name for name in names if name not in ("<module>", "main", "run", "<dictcomp>"))
 
 
@@ -1403,14 +1404,16 @@ def give_signs(store, rank, over):
     """A thread: says again and again, in the store that all ranks share, where this rank is."""
     thread = threading.main_thread().ident
     while not over.wait(0.2):
-        store.set(f"at {rank}", place(traceback.extract_stack(sys._current_frames()[thread])))
+        # At once, and reading no file: the tensors of a frame that is looked at count in the peak memory
+        here = place(reversed([*traceback.walk_stack(sys._current_frames()[thread])]))
+        store.set(f"at {rank}", here)
 
 
 # Copied from tp.py
 def explain(problem, args):
     """Say why this rank cannot go on: by itself, or because it waited in vain, and for whom."""
     rank, world, text = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), str(problem)
-    here, store = place(traceback.extract_tb(problem.__traceback__)), getattr(args, "store", None)
+    here, store = place(traceback.walk_tb(problem.__traceback__)), getattr(args, "store", None)
     in_vain = re.search("timed? ?out", text, re.IGNORECASE)
     cut_off = re.search("peer|closed|reset|broken pipe", text, re.IGNORECASE)
 
