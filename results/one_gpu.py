@@ -54,6 +54,10 @@ def main():
         setattr(dist, name, through_the_host(getattr(dist, name)))
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # each rank takes the one GPU for its own
     sys.argv = sys.argv[1:]
+    if not sys.argv or not os.path.exists(sys.argv[0]):
+        if os.environ.get("RANK", "0") == "0":
+            print("error: which script? results/one_gpu.py tp.py would do", file=sys.stderr)
+        sys.exit(2)
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

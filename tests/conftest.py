@@ -13,8 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+STRATEGIES = ["tp.py", "sp_megatron.py", "sp_ulysses.py", "pp.py"]
 LONG = ["real_weights", "faults", "strategies", "notebooks", "mutants", "grade", "pp", "docs", "lab5"]
-LONG = [f"test_{name}" for name in LONG]
 
 
 def torchrun(ranks, *command, timeout=300, **options):
@@ -81,7 +81,12 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     """The files that take longest first, so that two workers are done at about the same time."""
-    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
+    def turn(item):
+        name = item.path.stem.removeprefix("test_")
+        return [*LONG, name].index(name)
+
+    items.sort(key=turn)
 
 
 @pytest.fixture(scope="session")

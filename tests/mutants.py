@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from conftest import ROOT, free_port
+from conftest import STRATEGIES as SCRIPTS
 
-SCRIPTS = ["tp.py", "sp_megatron.py", "sp_ulysses.py", "pp.py"]
 TIMEOUT = 30  # seconds; a trial takes about one
 NOT_RUN = {  # what correctness without further options never runs; each has tests of its own
     "expected_traffic": "benchmark mode's formula",

@@ -9,13 +9,12 @@ import time
 from functools import partial
 
 import pytest
-from conftest import ENVIRONMENT, ROOT
+from conftest import ENVIRONMENT, ROOT, STRATEGIES
 
 pytestmark = pytest.mark.slow  # each waits for a timeout, or starts a job of its own
 TIMEOUT = 6
-SCRIPTS = ["tp.py", "sp_megatron.py", "sp_ulysses.py", "pp.py"]
 CASES = [  # every kind and every place meets all four scripts
-    (ranks, kind, where, SCRIPTS[(k + w + ranks // 2) % 4])
+    (ranks, kind, where, STRATEGIES[(k + w + ranks // 2) % 4])
     for ranks in (2, 4)
     for k, kind in enumerate(["kill", "stop", "raise", "hang"])
     for w, where in enumerate(["start", "forward", "backward", "collective"])

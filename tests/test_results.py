@@ -4,7 +4,7 @@ import re
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, python
 
 sys.path.insert(0, str(ROOT / "results"))
 import make  # noqa: E402
@@ -88,3 +88,10 @@ def test_an_unknown_part_is_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
         make.main(["typo"])
     assert "invalid choice: 'typo'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", [[], ["nowhere.py"]])
+def test_ranks_on_one_gpu_need_a_script(script):
+    done = python("results/one_gpu.py", *script)
+    said = "error: which script? results/one_gpu.py tp.py would do\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)

@@ -358,6 +358,14 @@ def test_a_tensor_is_as_large_as_its_part(rows, right):
     assert error == (0 if right else float("inf"))
 
 
+def test_signs_of_life_read_no_file(monkeypatch):
+    """That takes long, and as long live the frames that are looked at, with their tensors: peak memory."""
+    monkeypatch.setattr("linecache.checkcache", lambda *_: pytest.fail("source files are read"))
+    said, over = {}, iter([False, True])
+    tp.give_signs(SimpleNamespace(set=said.__setitem__), 0, SimpleNamespace(wait=lambda _: next(over)))
+    assert said == {"at 0": "give_signs"}
+
+
 FORGETFUL = """
 import sys
 sys.path.insert(0, ".")

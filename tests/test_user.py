@@ -8,12 +8,11 @@ import sys
 import time
 
 import pytest
-from conftest import ENVIRONMENT, ROOT, python, torchrun
+from conftest import ENVIRONMENT, ROOT, STRATEGIES, python, torchrun
 from copies import drift
 from transformers import GPT2Config
 
 PRESETS = "tiny, smollm2-135m, llama-3.2-1b, llama-3.2-3b, llama-3.1-8b"
-STRATEGIES = ["tp.py", "sp_megatron.py", "sp_ulysses.py", "pp.py"]
 
 
 def test_the_demo_passes():
