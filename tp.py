@@ -1,6 +1,6 @@
-"""Tensor parallelism for LLaMA in one file: Megatron-LM (arXiv 1909.08053) on Hugging Face's own model.
+"""Tensor parallelism for LLaMA in one file: Megatron-LM (arXiv 1909.08053) on Hugging Face's model.
 
-Every rank holds 1/P of each weight matrix, and between the blocks all activations. P = 2, one MLP block:
+Every rank holds 1/P of each weight matrix, and between the blocks all activations. P = 2, one MLP:
 
       x (b, s, h) on both ranks
         | f   forward: nothing           backward: all-reduce dx
@@ -9,46 +9,43 @@ Every rank holds 1/P of each weight matrix, and between the blocks all activatio
         |                               |
     rank 0: (b, s, i/2)         rank 1: (b, s, i/2)
         |                               |
-    rank 0: down (h, i/2)       rank 1: down (h, i/2)        row parallel: a partial sum of all of them
+    rank 0: down (h, i/2)       rank 1: down (h, i/2)        row parallel: a partial sum of all
         | g   forward: all-reduce        backward: nothing
         v
       y (b, s, h) on both ranks
 
-Attention is cut the same way, by heads: q, k, v are column parallel, o is row parallel. The embedding
-table and the head are cut by vocabulary, and the loss is computed without ever gathering the logits.
+Attention is cut the same way, by heads: q, k, v are column parallel, o is row parallel. Embedding
+and head are cut by vocabulary, and the loss is computed without ever gathering the logits.
 
-Cost a layer: 2 all-reduces of (b, s, h) forward and 2 backward, and 1 more if the layer is run again in
-the backward (--recompute). Weights, gradients and optimizer state shrink by P, but for k and v where there
-are more ranks than KV heads; the activations between the blocks do not (that is what sp_megatron.py is for).
+Cost a layer: 2 all-reduces of (b, s, h) forward and 2 backward, and 1 more with activation
+recomputation (--recompute block, the default). Weights, gradients and optimizer state shrink by P,
+but for k and v where there are more ranks than KV heads; the activations between the blocks do not
+(that is what sp_megatron.py is for).
 
     torchrun --nproc_per_node=2 tp.py --mode correctness
     torchrun --nproc_per_node=2 tp.py --mode all --dtensor    # the same plan, by PyTorch
-    torchrun --nproc_per_node=2 tp.py --length 20480 --mode benchmark --dtype bfloat16
-    torchrun --nproc_per_node=2 tp.py --inject-bug list
+    torchrun --nproc_per_node=2 tp.py --length 20480 --batch 1 --mode benchmark --dtype bfloat16
+    torchrun --nproc_per_node=2 labs/break_it.py tp.py local_softmax    # see a bug caught
 """
 
 import argparse
 import copy
 import datetime
+import faulthandler
 import gc
-import importlib.util
 import json
 import math
 import os
-import re
 import signal
-import socket
 import statistics
 import sys
-import threading
+import tempfile
 import time
-import traceback
 import types
-import urllib.error
-import urllib.request
 import warnings
 import weakref
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections import Counter, defaultdict
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -62,6 +59,7 @@ import transformers
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -70,6 +68,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.testing._internal.distributed import fake_pg
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
@@ -80,14 +79,14 @@ IGNORE = -100  # a label that is no target: HF's and PyTorch's convention
 LOSS_CHUNK = 2048  # --loss chunked: tokens a rank whose logits exist at the same time
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # 2. Communication: f and g, each the other's conjugate
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 # Copied from tp.py
 def all_reduce(x, group, op=dist.ReduceOp.SUM):
-    """The sum (or max) of x over the ranks, in a new tensor: autograd may still need the old one."""
+    """The sum (or max) of x over ranks, in a new tensor: autograd may still need the old one."""
     if group.size() == 1:
         return x
     x = x.clone(memory_format=torch.contiguous_format)
@@ -96,7 +95,7 @@ def all_reduce(x, group, op=dist.ReduceOp.SUM):
 
 
 class CopyToTPRegion(torch.autograd.Function):
-    """Megatron's f. Every rank's columns used the same x, so dx is the sum of what they send back."""
+    """Megatron's f. Every rank's columns used the same x, so dx is the sum of what they return."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -109,7 +108,7 @@ class CopyToTPRegion(torch.autograd.Function):
 
 
 class ReduceFromTPRegion(torch.autograd.Function):
-    """Megatron's g. y is the sum of the ranks' partial results, so each of them receives dy as it is."""
+    """Megatron's g. y is the sum of the ranks' partial results, so each of them receives dy."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -121,56 +120,27 @@ class ReduceFromTPRegion(torch.autograd.Function):
 
 
 copy_to_tp_region = CopyToTPRegion.apply  # (x, group) -> x
-reduce_from_tp_region = ReduceFromTPRegion.apply
+reduce_from_tp_region = ReduceFromTPRegion.apply  # (partial sum, group) -> sum
 
 
-def expected_traffic(config, group, args):
-    """What one step must send: rows (phase, op, calls, bytes), bytes counted as Meter counts them."""
-    P, layers, element = group.size(), config.num_hidden_layers, args.torch_dtype.itemsize
-    hidden = args.batch * args.length * config.hidden_size * element  # one (b, s, h)
-    loss = args.batch * args.length * max(4, element)  # a number a token, in float32 or better
-    chunks = math.ceil(args.length / loss_chunk(args, P)) if args.loss == "chunked" else 1
-    projections = 5 if args.dtensor else 2  # an f for each of q, k, v, gate, up; or one a block
-    reductions = 3 if args.dtensor else 2  # max, sum-exp, target logit; we send the last two as one
-    head = chunks if args.dtensor else 1  # parallelize_module has an f inside the head: one a chunk
-    rows = [("forward", "all_reduce", reductions * chunks, 3 * loss)]
-    if args.loss == "chunked":  # made again in the backward
-        rows += [("backward", "all_reduce", reductions * chunks, 3 * loss)]
-    if P == 1:
-        return rows if args.dtensor else []  # loss_parallel() reduces over one rank too
-    rows += [
-        ("forward", "all_reduce", 1 + 2 * layers, (1 + 2 * layers) * hidden),  # embedding, every g
-        ("backward", "all_reduce", head + projections * layers, (1 + projections * layers) * hidden),
-    ]
-    if args.recompute != "none":  # a layer run again repeats attention's g, but not MLP's, its last step:
-        # checkpoint() stops as soon as it has again all that the backward needs
-        rows += [("backward", "all_reduce", layers, layers * hidden)]
-    _, (k0, k1), copies = head_range(config, group.rank(), P)
-    if copies > 1:  # replicated KV heads: their gradients are summed
-        numbers = 2 * (k1 - k0) * config.head_dim * (config.hidden_size + config.attention_bias)
-        calls = layers * 2 * (1 + config.attention_bias)
-        rows += [("backward", "all_reduce", calls, layers * numbers * element)]
-    return rows
-
-
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # 3. Sharding LLaMA
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 # Copied from tp.py
 def split(n, rank, world):
-    """[start, end) of the rank's share of n things: contiguous, the first n % world ranks hold one more."""
+    """[start, end) of the rank's share of n things: the first n % world ranks hold one more."""
     base, extra = divmod(n, world)
     return rank * base + min(rank, extra), (rank + 1) * base + min(rank + 1, extra)
 
 
 # Copied from tp.py
 def head_range(config, rank, world):
-    """Query heads [q0, q1) and KV heads [k0, k1) of a rank, and how many ranks hold the same KV heads.
+    """Query heads [q0, q1) and KV heads [k0, k1) of a rank; how many ranks hold the same KV heads.
 
-    With world <= kv_heads whole KV groups (a KV head and the query heads that read it) are dealt out;
-    with more ranks than KV heads, `copies` ranks share one KV head and deal out its query heads.
+    With world <= kv_heads whole KV groups (a KV head and the query heads that read it) are dealt
+    out; with more ranks than KV heads, `replicas` ranks share one and deal out its query heads.
     """
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     queries = heads // kv_heads  # query heads a KV head
@@ -183,29 +153,29 @@ def head_range(config, rank, world):
     if world <= kv_heads:
         k0, k1 = split(kv_heads, rank, world)
         return (k0 * queries, k1 * queries), (k0, k1), 1
-    copies = world // kv_heads
-    k = rank // copies
-    q0, q1 = split(queries, rank % copies, copies)
-    return (k * queries + q0, k * queries + q1), (k, k + 1), copies
+    replicas = world // kv_heads
+    k = rank // replicas
+    q0, q1 = split(queries, rank % replicas, replicas)
+    return (k * queries + q0, k * queries + q1), (k, k + 1), replicas
 
 
 # Copied from tp.py
-def keep(parameter, dim, start, end, copies=1):
+def keep(parameter, dim, start, end, replicas=1):
     """A Parameter of its own with rows (dim 0) or columns (dim 1) [start, end) of a full one.
 
-    `part` says which slice of the full tensor it is, `copies` how many ranks hold that same slice.
+    `shard` says which slice of the full tensor it is, `replicas` how many ranks hold that slice.
     """
-    shard = nn.Parameter(parameter.detach().narrow(dim, start, end - start).clone())
-    shard.part, shard.copies = (dim, start, end), copies
-    return shard
+    kept = nn.Parameter(parameter.detach().narrow(dim, start, end - start).clone())
+    kept.shard, kept.replicas = (dim, start, end), replicas
+    return kept
 
 
 # Copied from tp.py
-def column_parallel(linear, start, end, copies=1):
-    """Megatron's ColumnParallelLinear: output features [start, end). torch keeps weight as (out, in)."""
-    linear.weight = keep(linear.weight, 0, start, end, copies)
+def column_parallel(linear, start, end, replicas=1):
+    """Megatron's ColumnParallelLinear: output features [start, end). A weight is (out, in)."""
+    linear.weight = keep(linear.weight, 0, start, end, replicas)
     if linear.bias is not None:
-        linear.bias = keep(linear.bias, 0, start, end, copies)
+        linear.bias = keep(linear.bias, 0, start, end, replicas)
 
 
 # Copied from tp.py
@@ -217,48 +187,58 @@ def row_parallel(linear, start, end, rank):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows [start, end) of an nn.Embedding; a token of another rank's rows looks up nothing here."""
+    """Rows [start, end) of an nn.Embedding; another rank's token looks up nothing here."""
 
     def __init__(self, embedding, start, end, group):
         super().__init__()
         self.weight, self.start, self.end = keep(embedding.weight, 0, start, end), start, end
-        self.group, pad = group, embedding.padding_idx  # HF gives the padding token's row no gradient
+        self.group, pad = group, embedding.padding_idx  # HF gives this token's row no gradient
         self.padding_idx = pad - start if pad is not None and start <= pad < end else None
 
     def forward(self, ids):  # (b, s) -> (b, s, h)
         elsewhere = (ids < self.start) | (ids >= self.end)
         rows = (ids - self.start).masked_fill(elsewhere, 0)
-        out = F.embedding(rows, self.weight, self.padding_idx).masked_fill(elsewhere[..., None], 0)
-        return reduce_from_tp_region(out, self.group)
+        out = F.embedding(rows, self.weight, self.padding_idx)
+        return reduce_from_tp_region(out.masked_fill(elsewhere[..., None], 0), self.group)
+
+
+# Copied from tp.py
+def wrap(module, forward):
+    """Have a module run forward(inner, x, ...), inner being what it ran so far.
+
+    The module gets a class of its own, as PyTorch's fully_shard does it. An object that holds its
+    own method (module.forward = ...) would be a reference cycle: weights that are dropped later
+    would stay in memory until Python happens to look for such cycles.
+    """
+    kind = type(module)
+
+    def wrapped(self, *args, **kwargs):
+        return forward(types.MethodType(kind.forward, self), *args, **kwargs)
+
+    module.__class__ = type(kind.__name__, (kind,), {"forward": wrapped})
 
 
 def parallel_block(block, group):
     """Run an attention or MLP block as leave(block(enter(x)))."""
-    inner = block.forward
 
-    def forward(hidden_states, **kwargs):  # (b, s, h) -> (b, s, h)
+    def forward(inner, hidden_states, **kwargs):  # (b, s, h) -> (b, s, h)
         out = inner(copy_to_tp_region(hidden_states, group), **kwargs)
         if isinstance(out, tuple):  # attention returns (output, weights)
             return reduce_from_tp_region(out[0], group), *out[1:]
         return reduce_from_tp_region(out, group)
 
-    block.forward = forward
+    wrap(block, forward)
 
 
-def check_shape(args, world):
-    """Raise Unusable where this model cannot be cut over world ranks."""
-    head_range(args.config, 0, world)
-    if args.dtensor:  # no tiles: each would send its own small messages
-        args.tile = args.batch * args.length * max(args.config.hidden_size, args.config.intermediate_size)
-    if args.dtensor and args.inject_bug not in (None, "loss_by_local_count", "no_op_parallelize"):
-        raise Unusable(
-            f"--inject-bug {args.inject_bug} is a bug of our own code, which --dtensor does not run"
-        )
-    sizes = [args.config.num_key_value_heads, args.config.intermediate_size, args.config.vocab_size]
-    if args.dtensor and any(size % world for size in sizes):
-        works = ", ".join(str(w) for w in range(1, world) if not any(size % w for size in sizes))
-        raise Unusable(f"--dtensor: {world} ranks do not divide KV heads, intermediate size and vocabulary "
-                       f"{sizes}; {works} would do, and so would tp.py without --dtensor")  # fmt: skip
+# Copied from tp.py
+def kv_group(group, replicas, args):
+    """The ranks that hold the same KV heads as this one; None where no other does."""
+    if replicas == 1:
+        return None
+    ranks = dist.get_process_group_ranks(group)
+    shared = [ranks[i : i + replicas] for i in range(0, len(ranks), replicas)]
+    groups = [dist.new_group(same, args.wait) for same in shared]  # every rank has to make all
+    return groups[group.rank() // replicas]
 
 
 def parallelize(model, group, args):
@@ -266,15 +246,15 @@ def parallelize(model, group, args):
     if args.dtensor:
         return parallelize_dtensor(model, group)
     config, rank, world = model.config, group.rank(), group.size()
-    (q0, q1), (k0, k1), copies = head_range(config, rank, world)
+    (q0, q1), (k0, k1), replicas = head_range(config, rank, world)
     i0, i1 = split(config.intermediate_size, rank, world)
     v0, v1 = split(config.vocab_size, rank, world)
-    same_kv, d = kv_group(group, copies, args), config.head_dim
+    same_kv, d = kv_group(group, replicas, args), config.head_dim
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         column_parallel(attention.q_proj, q0 * d, q1 * d)
-        column_parallel(attention.k_proj, k0 * d, k1 * d, copies)
-        column_parallel(attention.v_proj, k0 * d, k1 * d, copies)
+        column_parallel(attention.k_proj, k0 * d, k1 * d, replicas)
+        column_parallel(attention.v_proj, k0 * d, k1 * d, replicas)
         row_parallel(attention.o_proj, q0 * d, q1 * d, rank)
         attention.num_key_value_groups = (q1 - q0) // (k1 - k0)
         column_parallel(mlp.gate_proj, i0, i1)
@@ -289,9 +269,9 @@ def parallelize(model, group, args):
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     model.lm_head.weight = embedding.weight if tied else keep(model.lm_head.weight, 0, v0, v1)
     model.model.embed_tokens = embedding
-    for parameter in model.parameters():
-        if not hasattr(parameter, "part"):  # the norms: whole, and the same on every rank
-            parameter.copies = world
+    for name, parameter in model.named_parameters():
+        if "norm" in name:  # replicated, and every rank computes the whole gradient
+            parameter.replicas = world
 
 
 def parallelize_dtensor(model, group):
@@ -306,52 +286,55 @@ def parallelize_dtensor(model, group):
     parallelize_module(model, DeviceMesh.from_group(group, model.device.type), plan)
     if tied:  # parallelize_module makes two parameters of one
         model.lm_head.weight = model.model.embed_tokens.weight
-    for name, parameter in model.named_parameters():  # a DTensor shows itself whole on every rank
-        if isinstance(parameter, DTensor) or "norm" in name:
-            parameter.copies = group.size()
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) or "norm" in name:  # it shows itself full
+            parameter.replicas = group.size()
 
 
-# Copied from tp.py
-def kv_group(group, copies, args):
-    """The ranks that hold the same KV heads as this one; None where no other does."""
-    if copies == 1:
-        return None
-    ranks = dist.get_process_group_ranks(group)
-    groups = [dist.new_group(ranks[i : i + copies], args.wait) for i in range(0, len(ranks), copies)]
-    return groups[group.rank() // copies]  # each rank has to take part in making all of them
+def settle(args):
+    """Fill in what depends on other options."""
+    args.batch = args.batch or 3
+    if args.dtensor:  # no tiles: each would send its own small messages
+        args.tile = sys.maxsize
 
 
-# Copied from tp.py
-def sum_shared_gradients(model):
-    """Sum the gradients that each rank saw a part of (`sum_over`: the ranks that saw the others)."""
-    for parameter in model.parameters():
-        if getattr(parameter, "sum_over", None) is not None:  # in place: no copies
-            dist.all_reduce(parameter.grad, group=parameter.sum_over)
+def check_shape(args, world):
+    """Raise Unusable where this model cannot be cut over world ranks."""
+    head_range(args.config, 0, world)
+    sizes = [args.config.num_key_value_heads, args.config.intermediate_size, args.config.vocab_size]
+    if args.dtensor and any(size % world for size in sizes):
+        works = ", ".join(str(w) for w in range(1, world) if not any(size % w for size in sizes))
+        raise Unusable(
+            f"--dtensor: {world} ranks do not divide KV heads, intermediate size and vocabulary "
+            f"{sizes}; {works} would do, and so would tp.py without --dtensor"
+        )
 
 
-# ---------------------------------------------------------------------------------------------------
-# 4. Loss
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# 4. Loss and step
+# --------------------------------------------------------------------------------------------------
 
 
 # Copied from tp.py
 class VocabParallelCrossEntropy(torch.autograd.Function):
     """-log softmax(logits)[target] with the vocabulary cut over the ranks (Megatron-LM).
 
-    logits (n, v/P): columns [start, start + v/P); target (n): ids of the whole vocabulary. Returns the
-    loss of each token, (n). Three numbers a token are reduced instead of gathering v of them.
+    logits (n, v/P): columns [start, start + v/P); target (n): ids of the whole vocabulary. Returns
+    the loss of each token, (n). Three numbers a token are reduced instead of gathering v of them.
     """
 
     @staticmethod
     def forward(ctx, logits, target, start, group):
-        peak = all_reduce(logits.max(-1, keepdim=True).values.float(), group, dist.ReduceOp.MAX)
-        shifted = logits.float() - peak
+        largest = logits.max(-1, keepdim=True).values.float()
+        peak = all_reduce(largest, group, dist.ReduceOp.MAX)
+        shifted = logits.float() - peak  # at most 0: exp stays finite
         elsewhere = (target < start) | (target >= start + logits.shape[-1])
         column = (target - start).masked_fill(elsewhere, 0)[:, None]
         target_logit = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0)
-        target_logit, sum_exp = all_reduce(torch.stack([target_logit, shifted.exp_().sum(-1)]), group)
-        # Not peak + log(sum_exp) as one number: rounded at the size of a logit, it would cost two digits of
-        # the gradient of a confident prediction, where softmax - 1 is small.
+        both = torch.stack([target_logit, shifted.exp_().sum(-1)])
+        target_logit, sum_exp = all_reduce(both, group)
+        # Not peak + log(sum_exp) as one number: rounded at the size of a logit, it would cost two
+        # digits of the gradient of a confident prediction, where softmax - 1 is small.
         ctx.save_for_backward(logits, column, elsewhere, peak, sum_exp)
         return sum_exp.log() - target_logit
 
@@ -366,12 +349,13 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 # Copied from tp.py
 def vocab_parallel_cross_entropy(logits, target, start, group):
     """Loss of each token, (b, s), from this rank's logits (b, s, v/P); 0 where target is IGNORE."""
-    loss = VocabParallelCrossEntropy.apply(logits.flatten(0, 1), target.flatten(), start, group)
+    flat = logits.flatten(0, 1), target.flatten()
+    loss = VocabParallelCrossEntropy.apply(*flat, start, group)
     return loss.view_as(target).masked_fill(target == IGNORE, 0)
 
 
 def loss_chunk(args, world):
-    """How many tokens of each sequence go through the head at once: its columns are cut over the ranks."""
+    """Tokens of each sequence that go through the head at once: its columns are cut over ranks."""
     return max(1, LOSS_CHUNK * world // args.batch)
 
 
@@ -382,7 +366,7 @@ def shift(labels):
 
 
 def token_loss(model, hidden, targets, group):
-    """Sum of the losses of tokens hidden (b, c, h), each rank holding its part of the vocabulary."""
+    """Sum of the losses of tokens hidden (b, c, h), each rank holding v/P columns of the head."""
     if isinstance(model.lm_head.weight, DTensor):  # inside loss_parallel()
         logits = model.lm_head(hidden).flatten(0, 1).float()
         return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction="sum")
@@ -401,7 +385,7 @@ def mean_loss(model, hidden, labels, group, args):
     for h, t in zip(hidden.split(size, 1), targets.split(size, 1)):
         if args.loss == "full":
             total += token_loss(model, h, t, group)
-        else:  # logits of one chunk at a time, made again in the backward
+        else:  # logits of one chunk at a time, recomputed in the backward
             total += checkpoint(token_loss, model, h, t, group, use_reentrant=False)
     return total / (targets != IGNORE).sum()
 
@@ -409,6 +393,14 @@ def mean_loss(model, hidden, labels, group, args):
 def hidden_states(model, ids):
     """What the last norm says of ids (b, s): (b, s, h)."""
     return model.model(input_ids=ids, use_cache=False).last_hidden_state
+
+
+# Copied from tp.py
+def sum_shared_gradients(model):
+    """Sum the gradients of which each rank saw a part (`sum_over`: the ranks that saw the rest)."""
+    for parameter in model.parameters():
+        if getattr(parameter, "sum_over", None) is not None:  # in place: no second gradient
+            dist.all_reduce(parameter.grad, group=parameter.sum_over)
 
 
 def train_step(model, ids, labels, group, args, backward=True):
@@ -421,192 +413,6 @@ def train_step(model, ids, labels, group, args, backward=True):
     return whole(loss.detach())
 
 
-def local_logits(model, ids, group, args):
-    """This rank's part of the logits (b, s, v), marked with `part` and `copies` as in keep()."""
-    logits = whole(model.lm_head(hidden_states(model, ids)))  # (b, s, v/P); of a DTensor (b, s, v)
-    start, end = split(model.config.vocab_size, group.rank(), group.size())
-    logits.part, logits.copies = (None, group.size()) if args.dtensor else ((2, start, end), 1)
-    return logits
-
-
-def token_range(length, group):
-    """Tokens [start, end) that this rank holds between the blocks, and how many ranks hold the same."""
-    return 0, length, group.size()
-
-
-# ---------------------------------------------------------------------------------------------------
-# 5. Sabotage: what people really get wrong, for --inject-bug. Correctness has to catch every one.
-# ---------------------------------------------------------------------------------------------------
-
-
-def missing_backward_all_reduce():
-    """f passes its own dx on: every gradient below a block lacks the other ranks' part."""
-    CopyToTPRegion.backward = staticmethod(lambda ctx, grad: (grad, None))
-
-
-def missing_forward_reduction():
-    """g passes the partial sum on."""
-    ReduceFromTPRegion.forward = staticmethod(lambda ctx, x, group: x)
-
-
-def all_reduce_both_ways():
-    """g all-reduces in the backward too: gradients P times too large at every block."""
-
-    def forward(ctx, x, group):
-        ctx.group = group
-        return all_reduce(x, group)
-
-    ReduceFromTPRegion.forward = staticmethod(forward)
-    ReduceFromTPRegion.backward = CopyToTPRegion.backward
-
-
-# Copied from tp.py
-def wrong_shard():
-    """One matrix is cut in the wrong place: layer 0's o_proj holds the next rank's columns."""
-    global parallelize
-    right = parallelize
-
-    def parallelize(model, group, args):
-        weight = model.model.layers[0].self_attn.o_proj.weight
-        full = weight.detach().clone()
-        right(model, group, args)
-        shard = model.model.layers[0].self_attn.o_proj.weight
-        shard.data = full.roll(-shard.shape[1], 1).narrow(1, shard.part[1], shard.shape[1]).clone()
-
-
-# Copied from tp.py
-def no_op_parallelize():
-    """Nothing is sharded: every rank holds, and computes, everything. All numbers are right."""
-    global parallelize, train_step, local_logits
-
-    def parallelize(model, group, args):
-        pass
-
-    def train_step(model, ids, labels, group, args, backward=True):
-        return reference_step(model, ids, labels)
-
-    def local_logits(model, ids, group, args):
-        return model(input_ids=ids, use_cache=False).logits
-
-
-# Copied from tp.py
-def local_softmax():
-    """The loss normalises over the rank's own part of the vocabulary."""
-    right, alone = VocabParallelCrossEntropy.forward, types.SimpleNamespace(size=lambda: 1)
-    VocabParallelCrossEntropy.forward = staticmethod(
-        lambda ctx, logits, target, start, group: right(ctx, logits, target, start, alone)
-    )
-
-
-def unmasked_embedding():
-    """A token of another rank's rows adds this rank's first row."""
-    VocabParallelEmbedding.forward = lambda self, ids: reduce_from_tp_region(
-        F.embedding((ids - self.start).clamp(0, len(self.weight) - 1), self.weight), self.group
-    )
-
-
-def loss_by_local_count():
-    """The loss is divided by the number of targets in the rank's own part of the vocabulary."""
-    global mean_loss
-    right = mean_loss
-
-    def mean_loss(model, hidden, labels, group, args):
-        start, end = split(args.config.vocab_size, group.rank(), group.size())
-        targets = shift(labels)
-        local = ((targets >= start) & (targets < end)).sum()
-        return right(model, hidden, labels, group, args) * (targets != IGNORE).sum() / local
-
-
-BUGS = [
-    missing_backward_all_reduce,
-    missing_forward_reduction,
-    all_reduce_both_ways,
-    wrong_shard,
-    unmasked_embedding,
-    local_softmax,
-    loss_by_local_count,
-    no_op_parallelize,
-]
-
-
-# ---------------------------------------------------------------------------------------------------
-# 6. Harness: the modes, word for word the same in all four scripts. ("Copied from" stands in tp.py too,
-#    so that a plain diff of two scripts shows what differs and nothing else.)
-# ---------------------------------------------------------------------------------------------------
-
-# Copied from tp.py
-TOLERANCE = {"float64": 1e-10, "float32": 1e-5}  # correctness: ||a - b|| / ||b||
-# Copied from tp.py
-BF16_ALL, BF16_ANY = 1.5, 3.0  # error over that of bfloat16 on one device: all gradients, any one tensor
-# Copied from tp.py
-LEARNING_STEPS, LEARNING_TOLERANCE = 20, {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2}
-
-
-# Copied from tp.py
-class Unusable(Exception):
-    """An argument or model that cannot work; its message says what would. Ends as `error: ...`, exit 2."""
-
-
-# Copied from tp.py
-@contextmanager
-def float64_islands(dtype):
-    """HF drops to float32 in norms, rotary tables, softmax and loss; with dtype float64, lift them to it."""
-    wide = types.SimpleNamespace(**{**vars(torch), "float32": torch.float64, "float": torch.float64})
-    with ExitStack() as patches:
-        if dtype == "float64":
-            patches.enter_context(mock.patch.object(modeling_llama, "torch", wide))
-            patches.enter_context(mock.patch.object(torch.Tensor, "float", torch.Tensor.double))
-        yield
-
-
-# Copied from tp.py
-class Meter(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts collectives and live bytes of all that runs inside it, from below, whoever calls them.
-
-    traffic {op: [calls, bytes]}: bytes of the full message a rank takes part in (all_gather: what comes
-    out; reduce_scatter: what goes in; all_to_all: the rank's own input). peak: most bytes of tensors
-    alive at once, the model's included.
-    """
-
-    OPS = {"allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter"}
-    OPS |= {"alltoall": "all_to_all", "send": "send"}
-
-    def __init__(self, model):
-        super().__init__()
-        self.traffic, self.live, self.now, self.peak = {}, {}, 0, 0
-        self.hold([*model.parameters(), *model.buffers()])
-
-    def hold(self, tensors):
-        for tensor in tensors:
-            storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
-            if storage._cdata not in self.live:
-                self.live[storage._cdata] = storage.nbytes()
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self.release, storage._cdata)
-        self.peak = max(self.peak, self.now)
-
-    def release(self, key):
-        self.now -= self.live.pop(key)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(hasattr(kind, "full_tensor") for kind in types):  # a DTensor: what it does underneath counts
-            return NotImplemented
-        out = func(*args, **(kwargs or {}))
-        if set(types) - {torch.Tensor, nn.Parameter}:  # FakeTensor: DTensor works out a shape
-            return out
-        given, results = ([t for t in tree_leaves(x) if isinstance(t, torch.Tensor)] for x in (args, out))
-        self.hold(results)
-        name = func._opname.replace("_", "")
-        op = next((op for start, op in self.OPS.items() if name.startswith(start)), None)
-        if op and func.namespace in ("c10d", "_c10d_functional"):
-            if op == "all_to_all":  # c10d names the output before the input
-                given, results = given[-1:], []
-            entry = self.traffic.setdefault(op, [0, 0])
-            entry[0] += 1
-            entry[1] += max(t.nbytes for t in given + results)
-        return out
-
-
 # Copied from tp.py
 def whole(tensor):
     """The full tensor of a DTensor; any other tensor is what it is."""
@@ -614,139 +420,15 @@ def whole(tensor):
 
 
 # Copied from tp.py
-def speaks():
-    """Whether this process prints and writes: rank 0, or one that was started by hand."""
-    return "LOCAL_RANK" not in os.environ or os.environ["RANK"] == "0"
-
-
-# Copied from tp.py
-def say(*lines):
-    """Print on the rank that speaks, with an empty line before."""
-    if speaks():
-        print("", *lines, sep="\n", flush=True)
-
-
-# Copied from tp.py
-def say_table(*rows):
-    """Columns aligned: the first to the left, the others to the right."""
-    cells = [[f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    columns = [f"{{:{'>' if i else '<'}{width}}}" for i, width in enumerate(widths)]
-    say(*("  " + "   ".join(columns).format(*row) for row in cells))
-
-
-# Copied from tp.py
-def describe(args, group):
-    """One phrase for what runs where."""
-    where = f"{group.size()} ranks ({args.backend}, {args.device.type})"
-    return f"{variant(args)}, {where}, {args.model}, {args.dtype}, {args.batch} x {args.length} tokens"
-
-
-# Copied from tp.py
-def load_model(args):
-    """HF's LlamaForCausalLM, whole, on this rank's device; the same weights on every rank."""
-    torch.manual_seed(args.seed)
-    how = {"dtype": args.torch_dtype, "attn_implementation": args.attention}
-    if args.source is None:
-        with args.device:
-            return transformers.AutoModelForCausalLM.from_config(args.config, **how).train()
-    model = transformers.AutoModelForCausalLM.from_pretrained(**args.source, **how, use_safetensors=True)
-    return model.to(args.device).train()
-
-
-# Copied from tp.py
-def run_in_tiles(block, forward, args, x):  # (b, s, h) -> (b, s, h)
-    """Run a block that treats each token by itself on a tile of them at a time, each again in the backward.
-
-    What it makes on the way, for an MLP several (b, s, intermediate), then exists for one tile only. The
-    narrower a rank's part of the block, the more tokens. (Arctic Long Sequence Training, arXiv 2506.13996)
-    """
-    width = max(len(p) for p in block.parameters())
-    size = max(1, args.tile * args.config.intermediate_size // width // len(x))
-    if x.shape[1] <= size:
-        return forward(x)
-    return torch.cat([checkpoint(forward, tile, use_reentrant=False) for tile in x.split(size, 1)], 1)
-
-
-# Copied from tp.py
-def run_again(forward, args, x, **others):  # (b, s, h) -> (b, s, h)
-    """Keep a layer's input only, and run the layer again in the backward; offload: in the host's memory."""
-    host = args.recompute == "offload"
-    with save_on_cpu(pin_memory=args.device.type == "cuda") if host else nullcontext():
-        return checkpoint(forward, x, use_reentrant=False, **others)
-
-
-# Copied from tp.py
-def make_parallel(model, group, args):
-    """This rank's share of model, in place, with the recomputation asked for."""
-    if args.recompute != "none":
-        layers = model.model.layers
-        blocks = [b for x in layers for b in (x.input_layernorm, x.post_attention_layernorm, x.mlp)]
-        for block in [*blocks, model.model.norm]:
-            block.forward = partial(run_in_tiles, block, block.forward, args)
-    parallelize(model, group, args)
-    if args.recompute != "none":
-        for layer in model.model.layers:
-            layer.forward = partial(run_again, layer.forward, args)
-    return model
-
-
-# Copied from tp.py
-def text_batch(args):
-    """ids (b, s) of real text, by the model's own tokenizer where it has one, else its bytes."""
-    text = Path(args.text).read_text(errors="replace") if args.text else "".join(topics.values())
-    if args.source is None:
-        tokens = list(text.encode())
-    else:
-        tokens = transformers.AutoTokenizer.from_pretrained(**args.source)(text)["input_ids"]
-    need = args.batch * args.length
-    tokens = (tokens * (need // len(tokens) + 1))[:need]  # a short text is read again
-    return torch.tensor(tokens, device=args.device).view(args.batch, args.length) % args.config.vocab_size
-
-
-# Copied from tp.py
-def proof_batch(args):
-    """ids and labels (b, s) to compare on: random tokens, or text where real weights make sense of it.
-
-    The first quarter of a sequence is prompt, without targets, and of the next ones more: so that targets
-    are spread evenly neither over a sequence nor over the batch.
-    """
-    if args.source is not None:
-        ids = text_batch(args)
-    else:
-        generator = torch.Generator().manual_seed(args.seed)
-        ids = torch.randint(args.config.vocab_size, (args.batch, args.length), generator=generator)
-        ids = ids.to(args.device)
-    labels = ids.clone()
-    for i, row in enumerate(labels):
-        row[: args.length * (1 + i % 3) // 4] = IGNORE
-    return ids, labels
-
-
-# Copied from tp.py
-def reference_step(model, ids, labels):
-    """The same step on the untouched HF model, one device: its own loss, taken to float64.
-
-    PyTorch's float32 cross entropy on a CPU is no reference: with a vocabulary of 49152 and confident
-    predictions it alone puts gradients off by up to 1e-3.
-    """
-    logits = model(input_ids=ids, use_cache=False).logits
-    with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
-        loss = model.loss_function(logits=logits, labels=labels, vocab_size=model.config.vocab_size)
-    loss.backward()
-    return loss.detach()
-
-
-# Copied from tp.py
 def grad_norm(model, group=None):
-    """Norm of the gradient of the whole model: what several ranks hold (`copies`) counts once."""
+    """Norm of the gradient of the whole model: what several ranks hold (replicas) counts once."""
     total = torch.zeros((), dtype=torch.float64)
     for p in model.parameters():
         norm = torch.linalg.vector_norm(whole(p.grad), dtype=torch.float64)
-        total += norm.square().cpu() / getattr(p, "copies", 1)
+        total += norm.square().cpu() / getattr(p, "replicas", 1)
     if group is not None:
         dist.all_reduce(total, group=group)
-    return total.sqrt().item()
+    return total.sqrt()
 
 
 # Copied from tp.py
@@ -758,452 +440,582 @@ def sgd(model, lr):
         p.grad = None
 
 
+def local_logits(model, ids, group, args):
+    """This rank's logits of (b, s, v), marked with `shard` and `replicas` as in keep()."""
+    logits = whole(model.lm_head(hidden_states(model, ids)))  # (b, s, v/P); a DTensor's (b, s, v)
+    start, end = split(model.config.vocab_size, group.rank(), group.size())
+    logits.shard, logits.replicas = (None, group.size()) if args.dtensor else ((2, start, end), 1)
+    return logits
+
+
+def token_range(length, group):
+    """Tokens [start, end) that this rank holds between the blocks; how many ranks hold the same."""
+    return 0, length, group.size()
+
+
+def expected_traffic(config, group, args):
+    """What one step must send: rows (phase, op, calls, message bytes), as Meter counts them."""
+    P, layers, element = group.size(), config.num_hidden_layers, args.torch_dtype.itemsize
+    hidden = args.batch * args.length * config.hidden_size * element  # one (b, s, h)
+    loss = args.batch * args.length * max(4, element)  # a number a token, in float32 or better
+    chunks = math.ceil(args.length / loss_chunk(args, P)) if args.loss == "chunked" else 1
+    projections = 5 if args.dtensor else 2  # an f for each of q, k, v, gate, up; or one a block
+    reductions = 3 if args.dtensor else 2  # max, sum-exp, target logit; ours sends two as one
+    head = chunks if args.dtensor else 1  # parallelize_module has an f in the head: one a chunk
+    rows = [("forward", "all_reduce", reductions * chunks, 3 * loss)]
+    if args.loss == "chunked":  # recomputed in the backward
+        rows += [("backward", "all_reduce", reductions * chunks, 3 * loss)]
+    if P == 1:
+        return rows if args.dtensor else []  # loss_parallel() reduces over one rank too
+    blocks = 1 + projections * layers
+    rows += [
+        ("forward", "all_reduce", 1 + 2 * layers, (1 + 2 * layers) * hidden),  # embedding, every g
+        ("backward", "all_reduce", head + projections * layers, blocks * hidden),  # every f
+    ]
+    if args.recompute != "none":  # attention's g again. Not MLP's, a layer's last: checkpoint()
+        # stops as soon as it has recomputed all that the backward needs
+        rows += [("backward", "all_reduce", layers, layers * hidden)]
+    _, (k0, k1), replicas = head_range(config, group.rank(), P)
+    if replicas > 1:  # replicated KV heads: their gradients are summed
+        numbers = 2 * (k1 - k0) * config.head_dim * (config.hidden_size + config.attention_bias)
+        calls = layers * 2 * (1 + config.attention_bias)
+        rows += [("backward", "all_reduce", calls, layers * numbers * element)]
+    return rows
+
+
+# --------------------------------------------------------------------------------------------------
+# 5. Memory: what the backward needs is kept, or computed again
+# --------------------------------------------------------------------------------------------------
+
+
 # Copied from tp.py
-def observe(model, step, logits, tokens, group=None, lr=None):
-    """All that correctness compares, in the order of computation.
+def run_in_tiles(args, inner, x):  # (b, s, h) -> (b, s, h)
+    """Run a block that treats each token by itself on a tile of them at a time.
 
-    That is: the weights as they were sharded ("shard"), logits, loss, gradients from the last layer down,
-    and the weights after two SGD steps.
+    Each tile is recomputed in the backward. What the block makes on the way, for an MLP several
+    (b, s, intermediate), then exists for one tile only. The narrower a rank's shard of the block,
+    the more tokens a tile has. (Arctic Long Sequence Training, arXiv 2506.13996)
+    """
+    width = max(len(p) for p in inner.__self__.parameters())
+    size = max(1, args.tile * args.config.intermediate_size // width // len(x))
+    if x.shape[1] <= size:
+        return inner(x)
+    tiles = [checkpoint(inner, tile, use_reentrant=False) for tile in x.split(size, 1)]
+    return torch.cat(tiles, 1)
 
-    Tensors come as {(kind, name): (tensor, part, copies)}, part and copies as keep() defines them; tokens
-    is what token_range() says. lr: the step that would lower the loss by 5%, were it a straight line.
+
+# Copied from tp.py
+def recompute(args, inner, x, **others):  # (b, s, h) -> (b, s, h)
+    """Keep a layer's input only, and run the layer again in the backward (arXiv 1604.06174).
+
+    --recompute offload keeps that input in the host's memory.
+    """
+    offload = args.recompute == "offload"
+    with save_on_cpu(pin_memory=args.device.type == "cuda") if offload else nullcontext():
+        return checkpoint(inner, x, use_reentrant=False, **others)
+
+
+# Copied from tp.py
+def make_parallel(model, group, args):
+    """This rank's share of model, in place, with the recomputation asked for."""
+    if args.recompute != "none":
+        for layer in model.model.layers:
+            for block in (layer.input_layernorm, layer.post_attention_layernorm, layer.mlp):
+                wrap(block, partial(run_in_tiles, args))
+        wrap(model.model.norm, partial(run_in_tiles, args))
+    parallelize(model, group, args)
+    if args.recompute != "none":
+        for layer in model.model.layers:
+            wrap(layer, partial(recompute, args))
+    return model
+
+
+# What sections 6 and 7, the same in all four scripts, find of this script alone
+OPTIONS = {"--dtensor": {"action": "store_true", "help": "PyTorch's parallelize_module instead"}}
+RIVAL = "dtensor"  # with this option benchmark mode times the script without it, too, in turn
+FIGURES, OWN_MODES = None, {}  # what benchmark measures besides; modes that need no ranks
+
+
+# Copied from tp.py
+# --------------------------------------------------------------------------------------------------
+# 6. Proof: the three modes, word for word the same in all four scripts
+# --------------------------------------------------------------------------------------------------
+
+EXACT = 1e-10  # float64: the relative error that is allowed; nothing is finer to hold it against
+ALL, ANY = 1.5, 4.0  # float32, bfloat16: times one device's rounding error; see judge()
+LEARNING_STEPS, LEARNING_TOLERANCE = 20, {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2}
+SPEAKS = "LOCAL_RANK" not in os.environ or os.environ["RANK"] == "0"  # this rank prints and writes
+
+
+class Unusable(Exception):
+    """An argument or a model that cannot work; its message says what would."""
+
+
+def say(*lines):
+    """Print on the rank that speaks, after an empty line."""
+    if SPEAKS:
+        print("", *lines, sep="\n", flush=True)
+
+
+def table(rows):
+    """Print rows, dicts with the same keys, under these keys; the first column to the left."""
+    cells = [[f"{x:.3g}" if isinstance(x, float) else str(x) for x in r.values()] for r in rows]
+    cells.insert(0, [key.replace("_", " ") for key in rows[0]])
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    columns = [f"{{:{'>' if i else '<'}{width}}}" for i, width in enumerate(widths)]
+    say(*("  " + "   ".join(columns).format(*row) for row in cells))
+
+
+def gather(value, group):
+    """Every rank's value, in a list; a barrier, too. A fake rank is alone."""
+    if dist.get_backend(group) == "fake":
+        return [value]
+    values = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+@contextmanager
+def float64_islands(dtype):
+    """HF computes norms, rotary tables, softmax in float32 whatever the dtype; not in float64."""
+    if dtype != "float64":
+        yield
+        return
+    wide = {**vars(torch), "float32": torch.float64, "float": torch.float64}
+    with mock.patch.object(modeling_llama, "torch", types.SimpleNamespace(**wide)):
+        with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+            yield
+
+
+@contextmanager
+def readable(name):
+    """Whatever is wrong with a model: transformers' own message, in one line."""
+    try:
+        yield
+    except Exception as problem:  # of many kinds
+        raise Unusable(f"cannot read the model {name}: {' '.join(str(problem).split())}") from None
+
+
+def load_model(args):
+    """HF's LlamaForCausalLM on this rank's device; the same weights on every rank."""
+    torch.manual_seed(args.seed)
+    auto = transformers.AutoModelForCausalLM
+    how = {"dtype": args.torch_dtype, "attn_implementation": args.attention}
+    if args.source is None:
+        with args.device:
+            model = auto.from_config(args.config, **how).train()
+        rows, pad = model.model.embed_tokens.weight.data, args.config.pad_token_id
+        if pad is not None:  # of HF's zeros a norm makes gradients that would drown all others
+            rows[pad].normal_(std=args.config.initializer_range)
+        return model
+    with readable(args.model):
+        model = auto.from_pretrained(**args.source, **how, use_safetensors=True)
+    return model.to(args.device).train()
+
+
+def text_batch(args):
+    """ids (b, s) of real text, by the model's own tokenizer where it has one, else its bytes."""
+    text = Path(args.text).read_text(errors="replace") if args.text else "".join(topics.values())
+    tokens, need = list(text.encode()), args.batch * args.length
+    if args.source is not None:
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(**args.source)
+            tokens = tokenizer(text)["input_ids"]
+        except Exception:  # of many kinds
+            say(f"  {args.model} has no tokenizer: its tokens are the text's bytes")
+    tokens = (tokens * (need // len(tokens) + 1))[:need]  # a short text is read again
+    return torch.tensor(tokens).view(args.batch, args.length) % args.config.vocab_size
+
+
+def proof_batch(args, group):
+    """ids and labels (b, s) that leave a wrong step no place to hide.
+
+    The labels have a hole in the middle, none, or an ignored tail, in turn: targets are spread
+    evenly neither over ranks nor over sequences. Token 0, the padding token, and the first and last
+    row of every rank's share of the vocabulary are among inputs and targets.
+    """
+    shape, vocabulary = (args.batch, args.length), args.config.vocab_size
+    generator = torch.Generator().manual_seed(args.seed)
+    random = torch.randint(vocabulary, shape, generator=generator)
+    ids = random if args.source is None else text_batch(args)  # real weights make sense of text
+    targets = torch.ones(shape, dtype=torch.bool)
+    targets[0::3, max(1, args.length // 4) : args.length // 2] = False
+    targets[2::3, (args.length + 1) // 2 :] = False
+    ranges = [split(vocabulary, rank, group.size()) for rank in range(group.size())]
+    edges = {row for start, end in ranges for row in (start, end - 1)}
+    edges = torch.tensor(sorted(edges | {0, (args.config.pad_token_id or 0) % vocabulary}))
+    places = targets[:, 1:].nonzero()[: len(edges)] + torch.tensor([0, 1])  # no target is first
+    ids[tuple(places.T)] = edges[: len(places)]
+    return ids.to(args.device), ids.where(targets, IGNORE).to(args.device)
+
+
+def reference_step(model, ids, labels, backward=True):
+    """The step of the untouched HF model on one device."""
+    logits = model(input_ids=ids, use_cache=False).logits
+    # In float64: on a CPU its float32 loss is off by 1e-3 in gradients of confident predictions
+    with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+        loss = model.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1])
+    if backward:
+        loss.backward()
+    return loss.detach()
+
+
+def observe(model, batch, args, group=None):
+    """Two steps of SGD: {(kind, name): tensor}, all that correctness compares, as it is computed.
+
+    Each tensor has `shard` and `replicas`, as keep() sets them. Without a group the model is HF's.
     """
     seen, embedded, parameters = {}, [], list(model.named_parameters())
 
-    def see(kind, name, tensor, owner):
-        seen[kind, name] = whole(tensor.detach()), getattr(owner, "part", None), getattr(owner, "copies", 1)
+    def see(kind, name, tensor, owner=None):
+        seen[kind, name] = tensor = torch.atleast_1d(whole(tensor.detach()))
+        replicas = group.size() if group and owner is None else 1  # without an owner: all have it
+        tensor.shard = getattr(owner, "shard", None)
+        tensor.replicas = getattr(owner, "replicas", replicas)
 
     def see_embedding(module, ids, out):
         out.retain_grad()
         embedded.append(out)
 
+    def step(backward=True):
+        if group is None:
+            return reference_step(model, *batch, backward)
+        return train_step(model, *batch, group, args, backward)
+
     for name, p in parameters:
-        see("shard", name, p.detach().clone(), p)
+        see("shard", name, p.clone(), p)
     with torch.no_grad():
-        out = logits()
-    if out is not None:
+        out = local_logits(model, batch[0], group, args) if group else model(batch[0]).logits
+    if out is not None:  # of a pipeline only the last stage has them
         see("logits", "logits", out, out)
     hook = model.get_input_embeddings().register_forward_hook(see_embedding)
-    loss = step().item()
+    loss = step()
     hook.remove()
-    for _, p in parameters:  # only a sabotaged step leaves one out
-        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    norm = grad_norm(model, group)
-    lr = lr or 0.05 * loss / norm**2
+    see("loss", "loss", loss)
+    with torch.no_grad():  # once more with logits of hundreds: exp() of them would be infinite
+        for weight in model.model.norm.parameters():
+            weight *= 512
+        see("loss", "loss of 512 x logits", step(backward=False))
+        for weight in model.model.norm.parameters():
+            weight /= 512
     for name, p in reversed(parameters):
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # if the step forgot it
         see("grad", name, p.grad, p)
     if embedded:
-        start, end, copies = tokens
-        inputs = torch.cat([e.grad for e in embedded])[:, : end - start]  # SP's last rank may hold padding
-        seen["grad", "inputs_embeds"] = inputs, (1, start, end), copies
+        start, end, replicas = token_range(args.length, group) if group else (0, args.length, 1)
+        inputs = torch.cat([x.grad for x in embedded])[:, : end - start]  # without SP's padding
+        inputs.shard, inputs.replicas = (1, start, end), replicas
+        see("grad", "inputs_embeds", inputs, inputs)
+    norm = grad_norm(model, group)
+    see("grad_norm", "grad_norm", norm)
+    lr = 0.05 * loss.item() / norm.item() ** 2  # lowers the loss by 5%, were it a straight line
     sgd(model, lr)
     step()
     sgd(model, lr)
     for name, p in parameters:
         see("weight", name, p, p)
-    return {"loss": loss, "grad_norm": norm, "lr": lr, "tensors": seen}
+    return seen
 
 
-# Copied from tp.py
-def compare(seen, expected, rounded, names):
-    """Squared errors of this rank's tensors: {(kind, name): (error, size, error of rounded, share)}.
+def compare(seen, expected, rounded):
+    """Squared norms of what this rank holds: {(kind, name): (error, size, rounding, share)}.
 
-    share is the part of the full tensor that is held here, divided by the ranks that hold the same:
-    over all ranks it must come to 1, or something is missing, or was never sharded.
+    rounding is the error of one device in the same dtype. share is the part of the full tensor that
+    is held here, divided by its replicas: over all ranks it must come to 1, or something is
+    missing, or was never sharded.
     """
 
     def square(x):
-        return torch.linalg.vector_norm(x, dtype=torch.float64).item() ** 2
+        return torch.linalg.vector_norm(x, dtype=torch.float64).item() ** 2 / tensor.replicas
 
-    rows = {}
-    for (kind, name), (tensor, part, copies) in seen.items():
-        key = kind, names.get(name, name)
-        full = expected[key][0]
-        dim, start, end = part or (0, 0, full.shape[0])
-        want = full.narrow(dim, start, end - start)
-        own = square(rounded[key][0].narrow(dim, start, end - start).to(want.dtype) - want) if rounded else 0
-        error = square(tensor.to(want.dtype) - want) if tensor.shape == want.shape else math.inf
-        rows[key] = error, square(want), own, want.numel() / full.numel() / copies
+    rows = dict.fromkeys(expected, (0.0, 0.0, 0.0, 0.0))
+    for key, tensor in seen.items():
+        if key not in expected:  # a tied head on a rank that has no embedding
+            key = key[0], "model.embed_tokens.weight"
+        dim, start, end = tensor.shard or (0, 0, len(expected[key]))
+        want, one_device = (x[key].narrow(dim, start, end - start) for x in (expected, rounded))
+        error = square(tensor - want) if tensor.shape == want.shape else math.inf
+        share = want.numel() / expected[key].numel() / tensor.replicas
+        rows[key] = error, square(want), square(one_device - want), share
     return rows
 
 
-# Copied from tp.py
+def judge(ranks, dtype):
+    """Entries of the JSON, one a tensor; and the ratio of all gradients' error to one device's.
+
+    A tensor may be off by ANY times the rounding error that one device makes in this dtype, all
+    gradients together by ALL times. One device has rounding errors by chance: each counts a quarter
+    of a rounding (eps) more; loss and gradient norm, single numbers, go by logits and gradients.
+    What should be zero has no relative error: a tensor is at least a hundredth of a rounding of all
+    tensors of its kind. Correct runs came to @A@ and @B@; wrong gradients come to hundreds.
+    """
+    eps = EXACT if dtype == "float64" else torch.finfo(getattr(torch, dtype)).eps
+    sums = {key: [math.fsum(c) for c in zip(*(rows[key] for rows in ranks))] for key in ranks[0]}
+    kinds = defaultdict(lambda: [0.0, 0.0, 0.0])  # error, size, rounding of a kind: squares
+    for (kind, _), (*squares, _) in sums.items():
+        kinds[kind] = [a + b for a, b in zip(kinds[kind], squares)]
+    tensors = []
+    for (kind, name), (*squares, owned) in sums.items():
+        error, size, rounding = map(math.sqrt, squares)
+        if kind in ("loss", "grad_norm"):
+            squares = kinds["logits" if kind == "loss" else "grad"]
+            rounding = size * math.sqrt(squares[2] / squares[1])
+        noise = eps * math.sqrt(kinds[kind][1]) / 100
+        limit = 0.0 if kind == "shard" else ANY * (rounding + eps / 4 * size) + noise
+        size = max(size, noise) or 1.0
+        error = math.inf if math.isnan(error) else error / size
+        rank = max(range(len(ranks)), key=lambda r: ranks[r][kind, name][0])  # furthest off
+        entry = {"name": name, "kind": kind, "rank": rank, "owned": owned}
+        entry |= {"relative_error": error, "limit": limit / size}
+        tensors.append(entry | {"passed": error <= limit / size and abs(owned - 1) < 1e-9})
+    error, size, rounding = map(math.sqrt, kinds["grad"])
+    return tensors, error / (rounding + eps / 4 * size)
+
+
+def weight_bytes():
+    """Bytes of all weights in this process, whether a model uses them or not."""
+    weights = [x for x in gc.get_objects() if type(x) is nn.Parameter]
+    storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in weights}
+    return sum(storages.values())
+
+
 def check_correctness(args, group):
-    """Every tensor of a training step on P ranks against the untouched HF model on one device."""
-    reference, rounded = load_model(args), None
-    model = copy.deepcopy(reference)
-    ids, labels = proof_batch(args)
-    first = {}  # tied weights go by the first of their names
-    for name, p in reference.named_parameters(remove_duplicate=False):
-        first.setdefault(p, name)
-    names = {name: first[p] for name, p in reference.named_parameters(remove_duplicate=False)}
-    if args.dtype == "bfloat16":  # judged by how far bfloat16 itself is from float32
-        rounded = copy.deepcopy(reference)
-        for p in reference.parameters():
-            p.data = p.data.float()
-
-    def alone(model, lr=None):
-        def logits():
-            return model(input_ids=ids, use_cache=False).logits
-
-        return observe(model, lambda: reference_step(model, ids, labels), logits, (0, args.length, 1), lr=lr)
-
-    expected = alone(reference)
-    rounded = rounded and alone(rounded, expected["lr"])["tensors"]
-    step = partial(train_step, make_parallel(model, group, args), ids, labels, group, args)
-    logits = partial(local_logits, model, ids, group, args)
-    seen = observe(model, step, logits, token_range(args.length, group), group, expected["lr"])
-    ranks = [None] * group.size()
-    dist.all_gather_object(ranks, compare(seen["tensors"], expected["tensors"], rounded, names), group=group)
-    return judge(args, group, ranks, expected, seen)
-
-
-# Copied from tp.py
-def judge(args, group, ranks, expected, seen):
-    """Put the squared errors of all ranks together, decide, and say so; returns the JSON."""
-    bf16, tensors, grads = args.dtype == "bfloat16", [], [0.0, 0.0]
-    for kind, name in expected["tensors"]:
-        held = {r: rows[kind, name] for r, rows in enumerate(ranks) if (kind, name) in rows}
-        error, size, own, owned = (math.fsum(row[i] for row in held.values()) for i in range(4))
-        relative, own_relative = (math.sqrt(e / size) if size else float(e > 0) for e in (error, own))
-        entry = {"name": name, "kind": kind, "rank": max(held, key=lambda r: held[r][0], default=0)}
-        entry |= {"owned": owned, "relative_error": relative if relative >= 0 else math.inf}  # nan: inf
-        entry["limit"] = BF16_ANY * own_relative if bf16 else TOLERANCE[args.dtype]
-        entry["passed"] = entry["relative_error"] <= entry["limit"] and abs(owned - 1) < 1e-9
-        tensors.append(entry)
-        if kind == "grad":
-            grads = [grads[0] + error, grads[1] + own]
-    ratio = math.sqrt(grads[0] / grads[1]) if bf16 else None
-    limit = torch.finfo(torch.bfloat16).eps if bf16 else TOLERANCE[args.dtype]
-    scalars = [(name, expected[name], seen[name]) for name in ("loss", "grad_norm")]
-    wrong = [t["name"] for t in tensors if not t["passed"]]  # still in the order of computation
-    off = [name for name, a, b in scalars if not abs(b - a) <= limit * abs(a)]
-    if "loss" in off:  # it comes after the logits
-        wrong.insert(sum(not t["passed"] and t["kind"] in ("shard", "logits") for t in tensors), "loss")
-    wrong += ["grad_norm"] if "grad_norm" in off else []
-    wrong += ["all gradients together"] if bf16 and not ratio <= BF16_ALL else []
-    worst = sorted(tensors, key=lambda t: -t["relative_error"] / max(t["limit"], 1e-99))
-
-    say(f"correctness: {describe(args, group)}; reference: Hugging Face on one device")
-    head = ["", "one device", f"{group.size()} ranks", "relative error"]
-    say_table(head, *([name, f"{a:.8g}", f"{b:.8g}", f"{abs(b - a) / abs(a):.1e}"] for name, a, b in scalars))
-    tables = {f"worst of {len(tensors)} tensors": worst[: 4 if wrong else 8]}
-    if wrong:
-        tables["first that are wrong, in order of computation"] = [t for t in tensors if not t["passed"]][:6]
-    for title, rows in tables.items():
-        head = [title, "kind", "rank", "owned", "relative error", "at most"]
-        numbers = ("owned", ".2f"), ("relative_error", ".1e"), ("limit", ".1e")
-        rows = [[t["name"], t["kind"], t["rank"], *(f"{t[k]:{form}}" for k, form in numbers)] for t in rows]
-        say_table(head, *rows)
-    within = f"within {limit:.0e} of one device"
-    if bf16:
-        within = f"as near to float32 as bfloat16 gets: {ratio:.2f} x one device's error (at most {BF16_ALL})"
-    if wrong:
-        say(f"FAIL correctness: {len(wrong)} of {len(tensors) + 2} values are wrong, the first: {wrong[0]}")
-    else:
-        say(f"PASS correctness: loss, logits, all gradients, weights after 2 SGD steps {within}")
-    return {
-        "passed": not wrong,
-        "loss_reference": expected["loss"],
-        "loss": seen["loss"],
-        "grad_norm_reference": expected["grad_norm"],
-        "grad_norm": seen["grad_norm"],
-        "worst": {key: worst[0][key] for key in ("name", "relative_error")},
-        "tolerance": BF16_ALL if bf16 else limit,
-        "bfloat16_ratio": ratio,
-        "tensors": tensors,
-    }
-
-
-# Copied from tp.py
-def check_learning(args, group):
-    """Train on one device (rank 0's) and on P ranks, on the same text: the same losses, and they fall."""
-    reference = load_model(args)
+    """Every tensor of two steps on P ranks against the untouched HF model on one device."""
+    reference, batch = load_model(args), proof_batch(args, group)
+    gc.collect()
+    others = weight_bytes()
     model = make_parallel(copy.deepcopy(reference), group, args)
-    ids = text_batch(args)
-    alone, ranks, lr = [None] * LEARNING_STEPS, [], None
-    for i in tqdm(range(LEARNING_STEPS), "learning", disable=None if speaks() else True):
-        ranks.append(train_step(model, ids, ids, group, args).item())
-        lr = lr or 0.1 * ranks[0] / grad_norm(model, group) ** 2  # as in observe(), for a fall by 10%
+    held = weight_bytes() - others
+    shards = sum(p.nbytes for p in model.parameters() if type(p) is nn.Parameter)
+    finer = {"bfloat16": "float32"}.get(args.dtype, "float64")
+    rounded = observe(copy.deepcopy(reference), batch, args)
+    with float64_islands(finer):
+        expected = observe(reference.to(getattr(torch, finer)), batch, args)
+    seen = observe(model, batch, args, group)
+    tensors, ratio = judge(gather(compare(seen, expected, rounded), group), args.dtype)
+    wrong = []
+    for rank, (held, shards) in enumerate(gather((held, shards), group)):
+        if held != shards:
+            wrong.append(f"rank {rank} holds weights of {held} bytes, its shards are {shards}")
+    wrong += [entry["name"] for entry in tensors if not entry["passed"]]
+    if args.dtype != "float64" and not ratio <= ALL:
+        wrong.append("all gradients together")
+
+    numbers, rows = {}, []
+    for name in ("loss", "grad_norm"):
+        a, b = expected[name, name].item(), seen[name, name].item()
+        numbers |= {f"{name}_reference": a, name: b}
+        rows.append({"": name, "one device": f"{a:.8g}", "parallel": f"{b:.8g}"})
+    table(rows)
+    worst = sorted(tensors, key=lambda x: -x["relative_error"] / max(x["limit"], 1e-99))
+    table([entry for entry in tensors if not entry["passed"]][:8] or worst[:8])
+    say("  owned: how often a tensor exists over all ranks, replicas counted once; 1 is right")
+    close = f"{ratio:.2f} x one device's error from {finer} (at most {ALL})"
+    if args.dtype == "float64":
+        close = f"within {EXACT} of one device"
+    summary = f"loss, logits, all gradients, weights after 2 SGD steps: {close}"
+    if wrong:
+        summary = f"{len(wrong)} of {len(tensors)} values are wrong, the first: {wrong[0]}"
+    result = {"passed": not wrong, **numbers, "worst": worst[0], "tensors": tensors}
+    result["tolerance"] = EXACT if args.dtype == "float64" else ALL
+    return summary, result | {"rounding_ratio": ratio}
+
+
+def check_learning(args, group):
+    """Train one device (rank 0's) and P ranks on the same text: the same losses, and they fall."""
+    reference, ids = load_model(args), text_batch(args).to(args.device)
+    model = make_parallel(copy.deepcopy(reference), group, args)
+    alone, losses, lr = [], [], None
+    for _ in tqdm(range(LEARNING_STEPS), "learning", disable=None if SPEAKS else True):
+        losses.append(train_step(model, ids, ids, group, args).item())
+        lr = lr or 0.1 * losses[0] / grad_norm(model, group).item() ** 2
         sgd(model, lr)
         if group.rank() == 0:
-            alone[i] = reference_step(reference, ids, ids).item()
+            alone.append(reference_step(reference, ids, ids).item())
             sgd(reference, lr)
-    dist.broadcast_object_list(alone, group=group)
-    apart = [abs(b - a) / abs(a) for a, b in zip(alone, ranks)]
-    fall, need = 1 - ranks[-1] / ranks[0], 0.2 if args.model == "tiny" else 0.0
+    alone, ranks = gather(alone, group)[0], gather(losses, group)
+    rows = []
+    for step, (a, *everyone) in enumerate(zip(alone, *ranks)):
+        rows.append({"step": step, "one device": f"{a:.6f}", "rank 0": f"{everyone[0]:.6f}"})
+        rows[-1]["worst rank's relative error"] = max(abs(b - a) / abs(a) for b in everyone)
+    table([*rows[:-1:5], rows[-1]])
+    apart = max(row["worst rank's relative error"] for row in rows)
+    fall, need = min(1 - r[-1] / r[0] for r in ranks), 0.2 if args.model == "tiny" else 0.0
     limit = LEARNING_TOLERANCE[args.dtype]
-    passed = all(error <= limit for error in apart) and fall > need
-    say(f"learning: {describe(args, group)}; {LEARNING_STEPS} steps of SGD on the same real text")
-    shown = [*range(0, LEARNING_STEPS, 5), LEARNING_STEPS - 1]
-    rows = ([str(i), f"{alone[i]:.6f}", f"{ranks[i]:.6f}", f"{apart[i]:.1e}"] for i in shown)
-    say_table(["step", "one device", f"{group.size()} ranks", "relative error"], *rows)
-    close = f"losses within {max(apart):.1e} of one device's (at most {limit:.0e})"
-    say(f"{'PASS' if passed else 'FAIL'} learning: {close}, down by {fall:.0%} (over {need:.0%})")
-    return {"passed": passed, "loss_reference": alone, "loss": ranks}
+    summary = f"losses within {apart:.1e} of one device's (at most {limit:.0e})"
+    summary += f", down by {fall:.0%} (over {need:.0%})"
+    passed = apart <= limit and fall > need
+    return summary, {"passed": passed, "loss_reference": alone, "loss": losses}
 
 
-# Copied from tp.py
-def synchronize(args, group=None):
-    """Wait for the device, and for the other ranks of group."""
-    if args.device.type == "cuda":
-        torch.cuda.synchronize()
-    if group is not None:
-        dist.all_reduce(torch.zeros(1), group=group)
+class Meter(TorchDispatchMode):
+    """Counts collectives, and the bytes of all tensors alive at once (peak), whoever made them.
 
-
-# Copied from tp.py
-def timed(runs, args, group):
-    """Seconds of each run {name: function}, in turn, a fixed number of times; each the slowest rank's.
-
-    Adaptive timing would have ranks stop at different counts, and wait for each other for ever.
+    Message bytes of a collective are those of the full tensor: what comes out of an all_gather,
+    what goes into a reduce_scatter; of an all_to_all the rank's own input.
     """
-    seconds = torch.zeros(args.bench_iters, len(runs), dtype=torch.float64)
-    for i in tqdm(range(args.bench_iters), "benchmark", disable=None if speaks() else True):
-        for j, run in enumerate(runs.values()):
-            synchronize(args, group)
-            begin = time.perf_counter()
-            run()
-            synchronize(args)
-            seconds[i, j] = time.perf_counter() - begin
-    dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
-    columns = zip(runs, seconds.T.tolist())
-    return {n: {"median": statistics.median(s), "min": min(s), "max": max(s)} for n, s in columns}
+
+    OPS = {"allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter"}
+    OPS |= {"alltoall": "all_to_all", "send": "send"}
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.bytes, self.alive, self.now, self.peak = Counter(), Counter(), {}, 0, 0
+        self.hold(x for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter))
+
+    def hold(self, tensors):
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.alive:
+                self.alive[storage._cdata] = storage.nbytes()
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self.release, storage._cdata)
+        self.peak = max(self.peak, self.now)
+
+    def release(self, key):
+        self.now -= self.alive.pop(key)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(hasattr(kind, "full_tensor") for kind in types):  # a DTensor: see what is below it
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        if set(types) - {torch.Tensor, nn.Parameter}:  # FakeTensor: DTensor works out a shape
+            return out
+        inputs = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+        outputs = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        self.hold(outputs)
+        name = func._opname.replace("_", "")
+        op = next((op for start, op in self.OPS.items() if name.startswith(start)), None)
+        if op and func.namespace in ("c10d", "_c10d_functional"):
+            message = inputs[-1:] if op == "all_to_all" else inputs + outputs
+            self.calls[op] += 1
+            self.bytes[op] += max(x.nbytes for x in message)
+        return out
 
 
-# Copied from tp.py
-def ledger(args, group, forward, both):
-    """Measured beside expected traffic, as rows of the JSON; backward is the whole step less the forward.
-
-    `ranks` says which ranks a row is true of.
-    """
-    rows = {}
+def ledger(args, group, forward, step):
+    """Measured beside expected traffic, a row of the JSON each, and of which ranks it is true."""
+    rows, holders = defaultdict(lambda: [0, 0, 0, 0]), defaultdict(list)
+    for op in step.calls:  # a step less its forward is the backward
+        calls, size = forward.calls[op], forward.bytes[op]
+        rows["forward", op][:2] = calls, size
+        rows["backward", op][:2] = step.calls[op] - calls, step.bytes[op] - size
     for phase, op, calls, size in expected_traffic(args.config, group, args):
-        row = rows.setdefault((phase, op), [0, 0, 0, 0])
-        row[2:] = row[2] + calls, row[3] + size
-    for op, (calls, size) in both.traffic.items():
-        first = forward.traffic.get(op, (0, 0))
-        for phase, measured in (("forward", first), ("backward", (calls - first[0], size - first[1]))):
-            if measured[0]:
-                rows.setdefault((phase, op), [0, 0, 0, 0])[:2] = measured
-    keys = ("count", "bytes", "expected_count", "expected_bytes")
-    rows, ranks = [(p, op, *row) for (p, op), row in rows.items()], {}
-    everyone = [rows]
-    if args.backend != "fake":
-        everyone *= group.size()
-        dist.all_gather_object(everyone, rows, group=group)
-    for rank, rows in enumerate(everyone):
-        for row in rows:
-            ranks.setdefault(row, []).append(rank)
-    return [dict(zip(("phase", "op", *keys), row), ranks=held) for row, held in ranks.items()]
+        rows[phase, op][2] += calls
+        rows[phase, op][3] += size
+    mine = [(*key, *row) for key, row in rows.items() if any(row)]
+    for rank, found in enumerate(gather(mine, group)):
+        for row in found:
+            holders[row].append(rank)
+    keys = ("phase", "op", "count", "bytes", "expected_count", "expected_bytes")
+    return [dict(zip(keys, row)) | {"ranks": ranks} for row, ranks in holders.items()]
 
 
-# Copied from tp.py
 def check_benchmark(args, group):
-    """Time, peak memory and traffic of a step. Traffic is held against expected_traffic(), to the byte."""
-    model = make_parallel(load_model(args), group, args)
-    ids, labels = proof_batch(args)
+    """Time, peak memory and traffic of a step; the traffic must be as expected, to the byte."""
+    model, batch = make_parallel(load_model(args), group, args), proof_batch(args, group)
+    device = torch.get_device_module(args.device)
 
-    def step(backward, model=model, args=args):
-        train_step(model, ids, labels, group, args, backward)
+    def step(backward=True, model=model, args=args):
+        train_step(model, *batch, group, args, backward)
         model.zero_grad()
 
     if args.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    with Meter(model) as forward:  # these two steps warm up, too
-        step(False)
-    with Meter(model) as both:
-        step(True)
-    peak = torch.cuda.max_memory_allocated() if args.device.type == "cuda" else both.peak
-    peaks = [peak] * (1 if args.backend == "fake" else group.size())
-    if args.backend != "fake":
-        dist.all_gather_object(peaks, peak, group=group)
-    runs = {"forward": partial(step, False), "forward + backward": partial(step, True)}
-    for name, other in rivals(args).items():
+        device.reset_peak_memory_stats()
+    with Meter() as forward:  # these two steps warm up, too
+        step(backward=False)
+    with Meter() as both:
+        step()
+    peak = device.max_memory_allocated() if args.device.type == "cuda" else both.peak
+    peaks, traffic = gather(peak, group), ledger(args, group, forward, both)
+    runs = {"forward": partial(step, False), "forward + backward": step}
+    if RIVAL and vars(args)[RIVAL]:
+        other = argparse.Namespace(**vars(args) | {RIVAL: False})
         rival = make_parallel(load_model(other), group, other)
-        runs[f"{name}: forward + backward"] = partial(step, True, rival, other)
-    seconds, traffic = timed(runs, args, group), ledger(args, group, forward, both)
+        runs["manual: forward + backward"] = partial(step, True, rival, other)
+    times = torch.zeros(len(runs), args.bench_iters, dtype=torch.float64)
+    for i in tqdm(range(args.bench_iters), "benchmark", disable=None if SPEAKS else True):
+        for row, run in zip(times, runs.values()):  # in turn
+            gather(None, group)  # the ranks begin together
+            begin = time.perf_counter()
+            run()
+            device.synchronize()
+            row[i] = time.perf_counter() - begin
+    dist.all_reduce(times, dist.ReduceOp.MAX, group=group)  # the slowest rank's
+    seconds = {}
+    for name, row in zip(runs, times.tolist()):
+        seconds[name] = {"median": statistics.median(row), "min": min(row), "max": max(row)}
     if args.profile:
         with torch.profiler.profile() as trace:
-            step(True)
-        if speaks():
-            write_whole(args.profile, trace.export_chrome_trace)
+            step()
+        if SPEAKS:
+            write_whole(args.profile, lambda draft: trace.export_chrome_trace(str(draft)))
 
-    median = seconds["forward + backward"]["median"]
-    wrong = [t for t in traffic if (t["count"], t["bytes"]) != (t["expected_count"], t["expected_bytes"])]
-    say(f"benchmark: {describe(args, group)}; {args.bench_iters} iterations, each the slowest rank's time")
-    say_table(["seconds", "median", "min", "max"], *([name, *s.values()] for name, s in seconds.items()))
-    what = "allocator" if args.device.type == "cuda" else "live tensors"
-    lines = [["tokens a second", f"{args.batch * args.length / median:.0f}"]]
-    lines += [[f"time of {n} / this", s["median"] / median] for n, s in list(seconds.items())[2:]]
-    lines += [[f"peak memory of each rank, MiB ({what})", " ".join(f"{p / 2**20:.1f}" for p in peaks)]]
-    say_table(*lines)
+    table([{"seconds": name} | row for name, row in seconds.items()])
+    table([{"rank": r, "peak_memory_MiB": f"{p / 2**20:.1f}"} for r, p in enumerate(peaks)])
     if traffic:
-        head = ["traffic of a rank", "ranks", "calls", "expected", "bytes", "expected"]
-        order = ("count", "expected_count", "bytes", "expected_bytes")
-        rows = [[f"{t['phase']} {t['op']}", t["ranks"], *(t[key] for key in order)] for t in traffic]
-        for row in rows:
-            row[1] = "all" if len(row[1]) == len(peaks) else " ".join(map(str, row[1]))
-        say_table(head, *rows)
-    figures, problems = own_figures(model, partial(step, True), args, group)
-    problems = [f"traffic, {t['phase']} {t['op']}" for t in wrong] + problems
-    if args.device.type == "cpu":
+        table([{k.replace("bytes", "message_bytes"): v for k, v in r.items()} for r in traffic])
+    if args.backend == "gloo":
         say("  (times on a CPU, over gloo: they do not predict a GPU's)")
+    pairs = ("count", "expected_count"), ("bytes", "expected_bytes")
+    wrong = [row for row in traffic if any(row[a] != row[b] for a, b in pairs)]
+    problems = [f"traffic, {row['phase']} {row['op']}" for row in wrong]
+    figures, more = FIGURES(model, step, args, group) if FIGURES else ({}, [])
+    problems += more
+    speed = args.batch * args.length / seconds["forward + backward"]["median"]
+    summary = f"{speed:.0f} tokens a second, all traffic as the formula says"
+    if args.backend == "fake":
+        summary = "all traffic as the formula says; no peer was waited for"
     if problems:
-        say(f"FAIL benchmark: not as expected: {'; '.join(problems)}")
-    else:
-        say(f"PASS benchmark: {'all traffic as the formula says' if traffic else 'one rank, no traffic'}")
-    return {
-        "passed": not problems,
-        "forward_s": seconds.pop("forward"),
-        "forward_backward_s": seconds.pop("forward + backward"),
-        "rivals_s": seconds,
-        "tokens_per_s": args.batch * args.length / median,
-        "peak_memory_bytes": peaks,
-        "traffic": traffic,
-        **figures,
-    }
+        summary = f"not as expected: {'; '.join(problems)}"
+    result = {"passed": not problems, "forward_s": seconds.pop("forward")}
+    result |= {"forward_backward_s": seconds.pop("forward + backward"), "rivals_s": seconds}
+    result |= {"tokens_per_s": speed, "peak_memory_bytes": peaks, "traffic": traffic}
+    return summary, result | figures
 
 
-# Copied from tp.py
-def draw(results, path):
-    """The picture of --plot: a panel for each mode that ran."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    panels = [mode for mode in ("correctness", "learning", "benchmark") if mode in results]
-    panels += [name for name in OWN_PANELS if name in results.get("benchmark", {})]
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(6 * len(panels), 4.5), squeeze=False)
-    for axis, mode in zip(axes[0], panels):
-        axis.spines[["top", "right"]].set_visible(False)
-        if mode in OWN_PANELS:
-            OWN_PANELS[mode](axis, results["benchmark"][mode])
-            continue
-        result = results[mode]
-        axis.set_title(f"{mode}: {'PASS' if result['passed'] else 'FAIL'}", loc="left")
-        if mode == "correctness":
-            for kind, marker in (("shard", "v"), ("logits", "^"), ("grad", "o"), ("weight", "s")):
-                rows = [
-                    (i, t["relative_error"]) for i, t in enumerate(result["tensors"]) if t["kind"] == kind
-                ]
-                errors = [1e3 if error is None else max(error, 1e-17) for _, error in rows]  # 1e-17: none
-                axis.plot([i for i, _ in rows], errors, marker, ms=4, label=kind)
-            axis.plot([max(t["limit"], 1e-17) for t in result["tensors"]], "k--", lw=1, label="at most")
-            axis.set(yscale="log", xlabel="tensors, in the order of computation")
-            axis.set_ylabel("error relative to one device")
-        elif mode == "learning":
-            axis.plot(result["loss_reference"], lw=6, alpha=0.3, label="one device")
-            axis.plot(result["loss"], label=f"{results['world_size']} ranks")
-            axis.set(xlabel="step", ylabel="loss")
-        elif result["traffic"]:
-            places = range(len(result["traffic"]))
-            for offset, key in ((-0.2, "bytes"), (0.2, "expected_bytes")):
-                sizes = [t[key] / 2**20 for t in result["traffic"]]
-                axis.barh([i + offset for i in places], sizes, 0.4, label=key.replace("_", " "))
-            axis.set_yticks(places, [f"{t['phase']}\n{t['op']}" for t in result["traffic"]], fontsize=8)
-            axis.set_xlabel("MiB a rank and step")
-            axis.invert_yaxis()
-        if axis.has_data():  # one rank has no traffic to draw
-            axis.legend(frameon=False)
-    world, model, dtype = (results[key] for key in ("world_size", "model", "dtype"))
-    figure.suptitle(f"{results['script']}: {world} ranks, {model}, {dtype}")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # 7. Command line
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
-# Copied from tp.py
-PRESETS = {  # hidden, intermediate, layers, heads, KV heads, head_dim, vocabulary, tied; weights are random
-    "tiny": (64, 192, 8, 8, 4, 8, 256, True),
-    "smollm2-135m": (576, 1536, 30, 9, 3, 64, 49152, True),
-    "llama-3.2-1b": (2048, 8192, 16, 32, 8, 64, 128256, True),
-    "llama-3.2-3b": (3072, 8192, 28, 24, 8, 128, 128256, True),
-    "llama-3.1-8b": (4096, 14336, 32, 32, 8, 128, 128256, False),
+MODES = {"correctness": check_correctness, "learning": check_learning, "benchmark": check_benchmark}
+PRESETS = {  # hidden, intermediate, layers, heads, KV heads, head_dim, vocabulary, tied, pad
+    "tiny": (64, 192, 8, 8, 4, 8, 256, True, 130, 1 << 20),
+    "smollm2-135m": (576, 1536, 30, 9, 3, 64, 49152, True, 2, 1 << 20),
+    "llama-3.2-1b": (2048, 8192, 16, 32, 8, 64, 128256, True, None, 1 << 20),
+    "llama-3.2-3b": (3072, 8192, 28, 24, 8, 128, 128256, True, None, 1 << 20),
+    "llama-3.1-8b": (4096, 14336, 32, 32, 8, 128, 128256, False, None, 1 << 20),
 }
 
 
-# Copied from tp.py
-def preset(name):
-    """The LlamaConfig of a preset."""
-    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    keys += ("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings")
-    sizes = dict(zip(keys, PRESETS[name]))
-    spread = 0.8 / math.sqrt(sizes["hidden_size"])  # HF's 0.02 would leave attention of tiny nearly uniform
-    return transformers.LlamaConfig(**sizes, initializer_range=spread, max_position_embeddings=1 << 20)
-
-
-# Copied from tp.py
-def find_model(name):
+def find_model(name, attention):
     """(config, from_pretrained's keywords) of a preset, directory, .gguf file or hub id.
 
     The keywords are None where there are no weights to load: a preset, or a config.json alone.
     """
     if name in PRESETS:
-        return preset(name), None
-    path, source, presets = (
-        Path(name),
-        {"pretrained_model_name_or_path": name},
-        f"presets: {', '.join(PRESETS)}",
-    )
-    pickles = path.is_dir() and any(path.glob("*.bin")) and not any(path.glob("*.safetensors"))
+        keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        keys += ("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings")
+        sizes = dict(zip((*keys, "pad_token_id", "max_position_embeddings"), PRESETS[name]))
+        spread = 0.8 / math.sqrt(PRESETS[name][0])  # HF's 0.02: tiny's attention would be uniform
+        return transformers.LlamaConfig(**sizes, initializer_range=spread), None
+    path, source = Path(name), {"pretrained_model_name_or_path": name}
     if name.endswith(".gguf"):
         source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-        if not path.is_file():
-            raise Unusable(f"no such file: {name}")
-        if not (importlib.util.find_spec("gguf") and importlib.util.find_spec("accelerate")):
-            raise Unusable("a .gguf file needs two packages more: pip install gguf accelerate")
-    elif pickles:
-        raise Unusable(f"the weights in {name} are pickles (.bin); give .safetensors or .gguf")
-    elif path.is_dir() and not (path / "config.json").is_file():
-        raise Unusable(f"no config.json in the directory {name}")
-    elif not path.is_dir() and (name.startswith((".", "/", "~")) or name.count("/") != 1):
-        raise Unusable(f"no such model directory: {name} ({presets})")
-    elif not path.is_dir() and not hub_answers(name):
-        raise Unusable(f"{name}: no such directory, and the hub does not answer ({presets})")
-    try:
+    elif not path.is_dir() and (name.count("/") != 1 or name[0] in "./~"):  # nor a hub id
+        raise Unusable(f"no such model directory: {name} (presets: {', '.join(PRESETS)})")
+    with readable(name):
         config = transformers.AutoConfig.from_pretrained(**source)
-    except Exception as problem:  # of many kinds, by what is wrong in the file
-        raise Unusable(f"cannot read the model {name}: {first_line(problem)}") from None
-    if config.model_type != "llama":
-        raise Unusable(f"{name} has model_type {config.model_type}; these scripts take llama")
-    for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
-        size, least = getattr(config, key), 2 if key == "vocab_size" else 1  # of one word nothing is learnt
-        if type(size) is not int or size < least:
-            raise Unusable(f"{key} is {size} in {name}; a whole number of at least {least} would do")
-    try:  # shapes without memory
-        with torch.device("meta"), torch.no_grad():
-            model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        if config.model_type != "llama":
+            raise ValueError(f"model_type {config.model_type}; these scripts take llama")
+        with torch.device("meta"), torch.no_grad():  # shapes without memory: can it run?
+            auto = transformers.AutoModelForCausalLM
+            model = auto.from_config(config, attn_implementation=attention)
             model(inputs_embeds=torch.empty(1, 2, config.hidden_size))
-    except Exception as problem:
-        raise Unusable(f"transformers cannot run the model {name}: {first_line(problem)}") from None
-    return config, None if path.is_dir() and not any(path.glob("*.safetensors")) else source
+    weights = [file for end in ("safetensors", "bin") for file in path.glob(f"*.{end}")]
+    return config, None if path.is_dir() and not weights else source
 
 
-# Copied from tp.py
-def first_line(problem):
-    """What an exception says, in one line."""
-    return f"{type(problem).__name__}: {problem}".splitlines()[0]
-
-
-# Copied from tp.py
-def hub_answers(name):
-    """Whether the hub can be asked for a model; one that is already in its cache needs no asking."""
-    if isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
-        return True
-    try:
-        urllib.request.urlopen(huggingface_hub.constants.ENDPOINT, timeout=10)
-    except OSError as problem:
-        return isinstance(problem, urllib.error.HTTPError)  # an answer, if not a friendly one
-    return True
-
-
-# Copied from tp.py
 class Parser(argparse.ArgumentParser):
     """argparse, with its complaint raised instead of printed with the usage."""
 
@@ -1211,258 +1023,147 @@ class Parser(argparse.ArgumentParser):
         raise Unusable(message)
 
 
-# Copied from tp.py
-def positive(text):
-    """A whole number of at least 1, for argparse."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return int(text)
-
-
-# Copied from tp.py
 def parse(argv):
     """The arguments, checked as far as can be without starting anything."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--mode", choices=["correctness", "learning", "benchmark", "all", *OWN_MODES], default="correctness")
-    add("--model", default="tiny", help=f"{', '.join(PRESETS)}, a hub id, a local directory, a .gguf file")
-    add("--length", type=positive, default=256, help="tokens a sequence (256)")
-    add("--batch", type=positive, default=1, help="sequences (1; pp.py: as many as microbatches)")
+    add = parser.add_argument_group("what runs").add_argument
+    add("--mode", choices=[*MODES, "all", *OWN_MODES], default="correctness")
+    models = f"{', '.join(PRESETS)} (random weights), a hub id, a directory, a .gguf file"
+    add("--model", default="tiny", help=models)
+    add("--length", type=int, default=256, help="tokens a sequence (256)")
+    add("--batch", type=int, help="sequences (3; pp.py: as many as microbatches)")
+    add("--text", metavar="FILE", help="what to learn (Python's own help topics)")
+    add("--seed", type=int, default=0, help="of random weights and tokens (0)")
+    add = parser.add_argument_group("how it runs").add_argument
     add("--dtype", choices=["float32", "bfloat16", "float64"], default="float32")
     add("--attn", choices=["auto", "sdpa", "eager", "flash"], default="auto", help="auto: sdpa")
-    add("--loss", choices=["chunked", "full"], default="chunked", help="chunked: full logits never exist")
-    again = "block: keep only layers' inputs, and run layers again; offload: keep those in the host's memory"
-    add("--recompute", choices=["block", "offload", "none"], default="block", help=again)
-    add("--tile", type=positive, default=16384, help="tokens an MLP takes at a time, if recomputed (16384)")
-    fake = "fake: this one process is rank $RANK of $WORLD_SIZE and its peers are silent"
+    add("--loss", choices=["chunked", "full"], default="chunked", help="full: all logits at once")
+    kept = "block: keep layers' inputs only; offload: and that in the host's memory; none: keep all"
+    add("--recompute", choices=["block", "offload", "none"], default="block", help=kept)
+    tile = "tokens an MLP takes at a time, if recomputed (16384; more if it is sharded)"
+    add("--tile", type=int, default=16384, help=tile)
+    fake = "auto: nccl with a GPU a rank; fake: this is rank $RANK of $WORLD_SIZE, peers are silent"
     add("--backend", choices=["auto", "gloo", "nccl", "fake"], default="auto", help=fake)
-    add("--bench-iters", type=positive, metavar="N", help="default 5; 1 on a CPU above 8192 tokens")
-    add("--seed", type=int, default=0, help="of random weights and tokens (0)")
-    add("--timeout", type=positive, default=600, metavar="S", help="seconds to wait for another rank (600)")
-    add("--text", metavar="FILE", help="what to learn (Python's own help topics)")
-    add("--json", metavar="FILE", help="write the results")
-    add("--plot", metavar="FILE", help="draw them")
-    add("--profile", metavar="FILE", help="benchmark: write a trace of one step, for ui.perfetto.dev")
-    add("--inject-bug", metavar="NAME", help="run with a bug that correctness must catch; list: name them")
-    add_options(parser)
+    add("--timeout", type=int, default=600, help="seconds to wait for another rank (600)")
+    add = parser.add_argument_group("what comes out").add_argument
+    add("--bench-iters", type=int, help="timed steps (5; 1 on a CPU above 8192 tokens)")
+    add("--json", metavar="FILE", help="write the results; results/plot.py draws them")
+    add("--profile", metavar="FILE", help="benchmark: write a trace of a step, for ui.perfetto.dev")
+    add = parser.add_argument_group(f"{STRATEGY} alone").add_argument
+    for name, how in OPTIONS.items():
+        add(name, **how)
     args = parser.parse_args(argv)
-    args.store, args.over = None, threading.Event()
-    if args.inject_bug not in (None, "list", *(bug.__name__ for bug in BUGS)):
-        raise Unusable(f"no bug {args.inject_bug}; --inject-bug list names them")
-    if args.length < 2:
-        raise Unusable("--length 1 has no next token to predict; 2 would do")
+    for name, value in vars(args).items():
+        least = {"seed": 0, "length": 2}.get(name, 1)  # one token has no next one to predict
+        if type(value) is int and value < least:
+            option = f"--{name.replace('_', '-')}"
+            raise Unusable(f"{option} {value} is too small; {least} would do")
     if args.backend == "fake" and args.mode != "benchmark":
         raise Unusable("--backend fake computes no real values: --mode benchmark only")
     if args.profile and args.mode not in ("benchmark", "all"):
         raise Unusable("--profile needs --mode benchmark or all")
-    for path in (args.json, args.plot, args.profile):
-        if path and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):
+    if args.text and not Path(args.text).read_bytes():
+        raise Unusable(f"--text {args.text} is empty")
+    for path in filter(None, (args.json, args.profile)):
+        if os.path.isdir(path) or not os.access(Path(path).absolute().parent, os.W_OK):
             raise Unusable(f"cannot write {path}: a directory, or in none that can be written")
-    if args.text and not (os.path.isfile(args.text) and os.path.getsize(args.text)):
-        raise Unusable(f"--text {args.text}: no such file, or empty")
+    settle(args)
     return args
 
 
-# Copied from tp.py
 def start(args):
-    """Choose the device, read the model's config, join the other ranks; returns the process group.
-
-    Until args.over is set a thread says where this rank is, for the case that another waits for it in vain.
-    """
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local, neighbours = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    """Choose the device, read the model's config, join the other ranks; returns their group."""
+    environment = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    rank, world, local, here = (int(os.environ.get(k, v)) for k, v in environment.items())
     gpus = torch.cuda.device_count()
     if args.backend == "auto":
-        args.backend = "nccl" if gpus >= neighbours else "gloo"
-    if args.backend == "nccl" and gpus < neighbours:
-        raise Unusable(
-            f"--backend nccl needs {neighbours} GPUs here, a GPU a rank, and there are {gpus}; try gloo"
-        )
-    if args.inject_bug and world == 1:
-        raise Unusable("--inject-bug needs at least 2 ranks; on one nothing is parallel")
+        args.backend = "nccl" if gpus >= here else "gloo"
+    if args.backend == "nccl" and gpus < here:
+        raise Unusable(f"--backend nccl needs {here} GPUs here, and there are {gpus}; try gloo")
     cuda = args.backend == "nccl" or (args.backend == "fake" and gpus > 0)
-    flash = importlib.util.find_spec("flash_attn") is not None
-    if args.attn == "flash" and not (cuda and flash and args.dtype == "bfloat16"):
-        raise Unusable("--attn flash needs a GPU, the package flash-attn and --dtype bfloat16; sdpa does not")
-    args.attention = {"auto": "sdpa", "flash": "flash_attention_2"}.get(args.attn, args.attn)
     args.device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    torch.get_device_module(args.device).set_device(args.device)
     args.torch_dtype = getattr(torch, args.dtype)
+    args.attention = {"auto": "sdpa", "flash": "flash_attention_2"}.get(args.attn, args.attn)
     args.bench_iters = args.bench_iters or (1 if not cuda and args.length > 8192 else 5)
-    args.config, args.source = find_model(args.model)
-    check_shape(args, world)
-    if cuda:
-        torch.cuda.set_device(args.device)
     args.wait = datetime.timedelta(seconds=args.timeout)
+    args.config, args.source = find_model(args.model, args.attention)
+    check_shape(args, world)
+    store = None  # torchrun's
     if args.backend == "fake":
         store = fake_pg.FakeStore()
     elif "RANK" not in os.environ:
+        say(f"one rank; for more: torchrun --nproc_per_node=2 {' '.join(sys.argv)}")
         store = dist.HashStore()
-    else:
-        store = next(dist.rendezvous("env://", timeout=args.wait))[0]
-        args.store = dist.PrefixStore("signs", store)
-        args.store.set(f"at {rank}", "start")
-        args.store.set(f"process {rank}", f"{socket.gethostname()} {os.getpid()}")
-        threading.Thread(target=give_signs, args=(args.store, rank, args.over), daemon=True).start()
     backend = "cpu:gloo,cuda:nccl" if args.backend == "nccl" else args.backend
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=args.wait)
-    if world == 1:
-        say(f"one rank; for more: torchrun --nproc_per_node=2 {' '.join(sys.argv)}")
     return dist.group.WORLD
 
 
-# Copied from tp.py
 def write_whole(path, write):
-    """Have write(another path) make the file, then name it path: whole or not at all, or Unusable."""
-    draft = f"{path}.{os.getpid()}{Path(path).suffix}"
-    try:
+    """Have write(another path) make the file, then name it path: whole or not at all."""
+    with tempfile.TemporaryDirectory(dir=Path(path).absolute().parent) as folder:
+        draft = Path(folder, "draft")
         write(draft)
-        os.replace(draft, path)
-    except (OSError, ValueError) as problem:  # a full disk; a picture of a kind that matplotlib lacks
-        raise Unusable(f"cannot write {path}: {problem}") from None
-    finally:
-        Path(draft).unlink(missing_ok=True)
+        draft.replace(path)
 
 
-# Copied from tp.py
 def run(args, group):
-    """Run the modes asked for and write what was asked for; returns whether all held."""
-    for bug in BUGS:
-        if bug.__name__ == args.inject_bug:
-            say(f"with the bug {bug.__name__}: {bug.__doc__}")
-            bug()
-    modes = {"correctness": check_correctness, "learning": check_learning, "benchmark": check_benchmark}
-    modes = modes if args.mode == "all" else {args.mode: modes[args.mode]}
-    versions = {"python": sys.version.split()[0]} | {m.__name__: m.__version__ for m in (torch, transformers)}
-    results = {
-        "script": Path(__file__).name,
-        "strategy": STRATEGY,
-        "world_size": group.size(),
-        "versions": versions,
-    }
+    """Run the modes asked for, write --json; returns whether all held."""
+    modes = list(MODES) if args.mode == "all" else [args.mode]
+    versions = {"python": sys.version.split()[0], "torch": torch.__version__}
+    versions |= {"transformers": transformers.__version__}
+    results = {"script": Path(sys.argv[0]).name, "strategy": STRATEGY, "versions": versions}
+    results |= {"world_size": group.size(), "device": args.device.type}
     results |= {k: v for k, v in vars(args).items() if isinstance(v, str | int | float | None)}
-    with float64_islands(args.dtype):
-        results |= {"device": args.device.type, **{mode: check(args, group) for mode, check in modes.items()}}
-    results = json.loads(json.dumps(results), parse_constant=lambda name: None)  # JSON has no NaN: null
+    own = [name for name in OPTIONS if vars(args)[name[2:].replace("-", "_")] is True]
+    ranks = f"{group.size()} rank{'s' if group.size() > 1 else ''}"
+    what = f"{' '.join([STRATEGY, *own])}, {ranks} ({args.backend}, {args.device.type}), "
+    what += f"{args.model}, {args.dtype}"
+    for mode in modes:
+        say(f"{mode}: {what}, {args.batch} x {args.length} tokens")
+        with float64_islands(args.dtype):
+            summary, results[mode] = MODES[mode](args, group)
+        say(f"{'PASS' if results[mode]['passed'] else 'FAIL'} {mode}: {summary}")
     failed = [mode for mode in modes if not results[mode]["passed"]]
     if len(modes) > 1:
-        say(f"FAIL {STRATEGY}: {', '.join(failed)}" if failed else f"PASS {STRATEGY}: {', '.join(modes)}")
-    if speaks() and args.json:
-        write_whole(args.json, lambda path: Path(path).write_text(json.dumps(results, indent=1) + "\n"))
-    if speaks() and args.plot:
-        write_whole(args.plot, partial(draw, results))
-    synchronize(args, group)  # no rank leaves, and ends the others, before rank 0 has written
+        say(f"{'FAIL' if failed else 'PASS'} {STRATEGY}: {', '.join(failed or modes)}")
+    if SPEAKS and args.json:
+        results = json.loads(json.dumps(results), parse_constant=lambda name: None)  # no NaN
+        write_whole(args.json, lambda draft: draft.write_text(json.dumps(results, indent=1) + "\n"))
+    gather(None, group)  # no rank leaves, and ends the others, before rank 0 has written
     return not failed
 
 
-# Copied from tp.py
-def place(stack):
-    """Where in this file a stack (of traceback.walk_tb) is: "check_correctness > observe > train_step"."""
-    codes = [frame.f_code for frame, _ in stack]
-    names = [code.co_name for code in codes if code.co_filename == place.__code__.co_filename]
-    return " > ".join(name for name in names if name not in ("<module>", "main", "run", "<dictcomp>"))
-
-
-# Copied from tp.py
-def give_signs(store, rank, over):
-    """A thread: says again and again, in the store that all ranks share, where this rank is."""
-    thread = threading.main_thread().ident
-    while not over.wait(0.2):
-        # At once, and reading no file: the tensors of a frame that is looked at count in the peak memory
-        here = place(reversed([*traceback.walk_stack(sys._current_frames()[thread])]))
-        store.set(f"at {rank}", here)
-
-
-# Copied from tp.py
-def explain(problem, args):
-    """Say why this rank cannot go on: by itself, or because it waited in vain, and for whom."""
-    rank, world, text = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), str(problem)
-    here, store = place(traceback.walk_tb(problem.__traceback__)), getattr(args, "store", None)
-    in_vain = re.search("timed? ?out", text, re.IGNORECASE)
-    cut_off = re.search("peer|closed|reset|broken pipe", text, re.IGNORECASE)
-
-    def known(key):
-        return store.get(key).decode() if store.check([key]) else "no place"
-
-    if store is not None and (in_vain or cut_off):
-        store.set(f"gave up {rank}", f"{'waited' if in_vain else 'was cut off'} in {here}")
-        time.sleep(3)  # the others give up at about the same time
-        gave_up = [known(f"gave up {r}") for r in range(world)]
-        if in_vain and not any(r.startswith("waited") for r in gave_up[:rank]):  # one speaks for all
-            lost = [r for r in range(world) if gave_up[r] == "no place"]
-            for r in lost:
-                said = f"error: rank {r} did not answer for {args.timeout} s (--timeout)"
-                said += f", last seen in {known(f'at {r}')}; rank {rank} waited in {here}"
-                print(said, file=sys.stderr, flush=True)
-                host, pid = known(f"process {r}").split()  # "no place" where it never came so far
-                if host == socket.gethostname():  # torchrun would wait half a minute more for a stopped one
-                    os.kill(int(pid), signal.SIGKILL)
-            if not lost:  # they wait for one another, or one came too late
-                said = "; ".join(f"rank {r} {other}" for r, other in enumerate(gave_up))
-                said = f"error: no answer for {args.timeout} s (--timeout), yet all ranks live: {said}"
-                print(said, file=sys.stderr, flush=True)
-            return 1
-        time.sleep(7)  # the rank that is to blame says so, or torchrun names it, and ends us
-    traceback.print_exception(problem)
-    print(f"error: rank {rank} failed in {here}: {type(problem).__name__}", file=sys.stderr, flush=True)
-    return 1
-
-
-# Copied from tp.py
 def main(argv=None):
     """Returns the exit status: 0 all held, 1 a check failed, 2 unusable arguments or model."""
     transformers.logging.set_verbosity_error()
-    if not speaks():
+    huggingface_hub.logging.set_verbosity_error()  # it would report each of its retries
+    if not SPEAKS:
         transformers.logging.disable_progress_bar()
-    # torch 2.13 renames all_gather_into_tensor and reduce_scatter_tensor; 2.11 knows only these names
+    # torch 2.13 renames all_gather_into_tensor and reduce_scatter_tensor; 2.11 knows only these
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    args = None
+    faulthandler.register(signal.SIGTERM, sys.__stderr__, chain=True)  # where did it hang?
     try:
         args = parse(argv)
-        if args.inject_bug == "list":
-            say(*(f"  {bug.__name__:28} {bug.__doc__}" for bug in BUGS))
-            return 0
         if args.mode in OWN_MODES:
             return 0 if OWN_MODES[args.mode](args) else 1
         return 0 if run(args, start(args)) else 1
-    except Unusable as problem:
-        if speaks():
+    except (Unusable, OSError) as problem:  # OSError: a full disk, a file that cannot be read
+        if SPEAKS:
             print(f"error: {problem}", file=sys.stderr)
         else:
             time.sleep(30)  # torchrun ends all ranks as soon as one goes: let rank 0 speak first
         return 2
-    except Exception as problem:
-        return explain(problem, args)
+    except KeyboardInterrupt:
+        say("stopped")
+        return 130
     finally:
-        if args:
-            args.over.set()
+        faulthandler.unregister(signal.SIGTERM)
         if dist.is_initialized():
             dist.destroy_process_group()
-            gc.collect()  # gloo's threads must end before Python does, and garbage still holds the group
-
-
-OWN_MODES, OWN_PANELS = {}, {}  # modes and pictures that no other script has
-
-
-def add_options(parser):
-    """The script's own options."""
-    parser.add_argument("--dtensor", action="store_true", help="PyTorch's parallelize_module, same modes")
-
-
-def variant(args):
-    """What runs, in the report's words."""
-    return "tp --dtensor" if args.dtensor else STRATEGY
-
-
-# Copied from tp.py
-def own_figures(model, step, args, group):
-    """What benchmark mode measures in this script alone: nothing. (Figures for the JSON, what was wrong.)"""
-    return {}, []
-
-
-def rivals(args):
-    """What benchmark mode times in turn with it: {name: arguments}."""
-    return {"manual": argparse.Namespace(**{**vars(args), "dtensor": False})} if args.dtensor else {}
+            gc.collect()  # gloo's threads must end before Python does; garbage holds the group
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(record(main)())

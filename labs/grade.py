@@ -55,7 +55,8 @@ def regions(text):
         end = line.strip() == "# end exercise"
         if (start and name) or (end and not name):
             raise Wrong(
-                f"line {i + 1}: {line.strip()!r} without its other half", "restore the markers, or start anew"
+                f"line {i + 1}: {line.strip()!r} without its other half",
+                "restore the markers, or start anew",
             )
         if start:
             name, first = start[1], i + 1
@@ -63,7 +64,9 @@ def regions(text):
             found.append((name, first, i))
             name = None
     if name:
-        raise Wrong(f"'# exercise: {name}' has no '# end exercise'", "restore the markers, or start anew")
+        raise Wrong(
+            f"'# exercise: {name}' has no '# end exercise'", "restore the markers, or start anew"
+        )
     return found
 
 
@@ -79,8 +82,16 @@ def replace(text, change):
 
 def task(text, line):
     """What the docstring around a line asks for: its first sentence."""
-    inside = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    inside = [node for node in inside if node.lineno <= line <= node.end_lineno and ast.get_docstring(node)]
+    inside = [
+        node
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    ]
+    inside = [
+        node
+        for node in inside
+        if node.lineno <= line <= node.end_lineno and ast.get_docstring(node)
+    ]
     text = " ".join(ast.get_docstring(inside[-1]).split()) if inside else "see above"
     return re.split(r"(?<=\.)\s", text)[0]
 
@@ -107,7 +118,8 @@ def spliced(finished, answers, exercise):
     if count != len(right[exercise]):
         hint = "restore the markers, or start anew"
         raise Wrong(
-            f"{count} places '# exercise: {exercise}', and there should be {len(right[exercise])}", hint
+            f"{count} places '# exercise: {exercise}', and there should be {len(right[exercise])}",
+            hint,
         )
 
     def change(name, number, lines):
@@ -124,7 +136,7 @@ def spliced(finished, answers, exercise):
 
 # Copied from tp.py
 class Unusable(Exception):
-    """An argument or model that cannot work; its message says what would. Ends as `error: ...`, exit 2."""
+    """An argument or a model that cannot work; its message says what would."""
 
 
 # Copied from labs/lab1_collectives.py
@@ -155,7 +167,9 @@ def load(path):
 # Copied from labs/lab1_collectives.py
 def rank_main(rank, world, rendezvous, pipe, limit, function, args):
     """A rank's process: join the others, run function(group, *args), send back what it returns."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # gloo complains there about ranks that others' errors ended
+    os.dup2(
+        os.open(os.devnull, os.O_WRONLY), 2
+    )  # gloo complains there about ranks that others' errors ended
     signal.alarm(limit)  # its parent ends it long before; this is for a parent that was killed
     torch.set_num_threads(1)
     # torch 2.13 renames all_gather_into_tensor and reduce_scatter_tensor; 2.11 knows only these names
@@ -185,9 +199,13 @@ def on_ranks(world, function, *args, timeout=60):
     Raises Wrong: the first one that a rank raised, or one naming the ranks still busy after `timeout`
     seconds. function is one of a module's own, and args and results can be pickled.
     """
-    context = multiprocessing.get_context("forkserver")  # forks ranks from a process that has torch already
+    context = multiprocessing.get_context(
+        "forkserver"
+    )  # forks ranks from a process that has torch already
     heavy = {"torch.distributed", "transformers.models.llama.modeling_llama"} & sys.modules.keys()
-    context.set_forkserver_preload([*heavy, "torch._dynamo"])  # the first dispatch mode imports that: 2 s
+    context.set_forkserver_preload(
+        [*heavy, "torch._dynamo"]
+    )  # the first dispatch mode imports that: 2 s
     with tempfile.TemporaryDirectory() as folder, ExitStack() as ending:
         pipes = {}
         for rank in range(world):
@@ -204,7 +222,9 @@ def on_ranks(world, function, *args, timeout=60):
         while busy:
             ready = connection.wait(busy, max(0, end - time.monotonic()))
             silent = ", ".join(map(str, busy.values()))
-            hint = "a send without its recv, a collective that some rank skips, or a loop without end"
+            hint = (
+                "a send without its recv, a collective that some rank skips, or a loop without end"
+            )
             expect(ready, f"no answer from rank {silent} in {timeout} s", hint)
             wrong = []
             for pipe in ready:
@@ -243,7 +263,7 @@ class Parser(argparse.ArgumentParser):
         raise Unusable(message)
 
 
-# Copied from tp.py
+# Copied from labs/grade.py
 def positive(text):
     """A whole number of at least 1, for argparse."""
     if not text.isdecimal() or int(text) < 1:
@@ -251,14 +271,17 @@ def positive(text):
     return int(text)
 
 
-# Copied from tp.py
+# Copied from labs/grade.py
 def write_whole(path, write):
     """Have write(another path) make the file, then name it path: whole or not at all, or Unusable."""
     draft = f"{path}.{os.getpid()}{Path(path).suffix}"
     try:
         write(draft)
         os.replace(draft, path)
-    except (OSError, ValueError) as problem:  # a full disk; a picture of a kind that matplotlib lacks
+    except (
+        OSError,
+        ValueError,
+    ) as problem:  # a full disk; a picture of a kind that matplotlib lacks
         raise Unusable(f"cannot write {path}: {problem}") from None
     finally:
         Path(draft).unlink(missing_ok=True)
@@ -276,17 +299,23 @@ def find_lab(name):
 def show_labs():
     """List the labs and their exercises."""
     for path in sorted(LABS.glob("lab*.py")):
-        print(f"{path.stem}: {', '.join(dict.fromkeys(name for name, *_ in regions(path.read_text())))}")
+        print(
+            f"{path.stem}: {', '.join(dict.fromkeys(name for name, *_ in regions(path.read_text())))}"
+        )
 
 
 def start(lab_file, force):
     """Write the lab with its places empty to my_labs/."""
     target = MY_LABS / lab_file.name
     if target.exists() and not force:
-        raise Unusable(f"{target} is there already; --force writes it anew, and what you wrote is lost")
+        raise Unusable(
+            f"{target} is there already; --force writes it anew, and what you wrote is lost"
+        )
     MY_LABS.mkdir(exist_ok=True)
     write_whole(target, lambda path: Path(path).write_text(emptied(lab_file.read_text())))
-    print(f"{target}: look for NotImplementedError; then python labs/grade.py {lab_file.stem.split('_')[0]}")
+    print(
+        f"{target}: look for NotImplementedError; then python labs/grade.py {lab_file.stem.split('_')[0]}"
+    )
 
 
 def grade_one(lab_file, world, answers, name, seed, timeout):
@@ -311,7 +340,9 @@ def grade(args, lab_file):
     """Grade the learner's answers, a line an exercise; returns whether all pass."""
     answers_file = Path(args.file or MY_LABS / lab_file.name)
     if not answers_file.is_file():
-        raise Unusable(f"no {answers_file}; python labs/grade.py start {args.what[0]} writes one to fill in")
+        raise Unusable(
+            f"no {answers_file}; python labs/grade.py start {args.what[0]} writes one to fill in"
+        )
     seed = secrets.randbelow(1 << 31) if args.seed is None else args.seed
     checks, answers, results = load(lab_file).CHECKS, answers_file.read_text(errors="replace"), {}
     if args.only not in (None, *checks):
@@ -329,15 +360,24 @@ def grade(args, lab_file):
     verdict = "PASS" if count == len(names) else "FAIL"
     print(f"\n{verdict} {lab_file.stem}: {count} of {len(names)} exercises pass{again}")
     if args.json:
-        whole = {"lab": lab_file.stem, "seed": seed, "passed": count == len(names), "exercises": results}
-        write_whole(args.json, lambda path: Path(path).write_text(json.dumps(whole, indent=1) + "\n"))
+        whole = {
+            "lab": lab_file.stem,
+            "seed": seed,
+            "passed": count == len(names),
+            "exercises": results,
+        }
+        write_whole(
+            args.json, lambda path: Path(path).write_text(json.dumps(whole, indent=1) + "\n")
+        )
     return count == len(names)
 
 
 def main(argv=None):
     """Returns the exit status: 0 all pass, 1 not yet, 2 unusable arguments."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="+", metavar="LAB", help="list, start LAB, or LAB alone, to grade it")
+    parser.add_argument(
+        "what", nargs="+", metavar="LAB", help="list, start LAB, or LAB alone, to grade it"
+    )
     parser.add_argument("--force", action="store_true", help="start: write over what is there")
     parser.add_argument("--file", help="the answers (my_labs/LAB.py)")
     parser.add_argument("--only", metavar="NAME", help="grade one exercise")

@@ -70,7 +70,7 @@ from torch.utils._pytree import tree_leaves
 
 # Copied from tp.py
 def split(n, rank, world):
-    """[start, end) of the rank's share of n things: contiguous, the first n % world ranks hold one more."""
+    """[start, end) of the rank's share of n things: the first n % world ranks hold one more."""
     base, extra = divmod(n, world)
     return rank * base + min(rank, extra), (rank + 1) * base + min(rank + 1, extra)
 
@@ -313,18 +313,26 @@ def noted_waits():
 def check_exchange(lab, group, seed):
     some = dist.new_group([0, 2, 3])  # its rank 1 is rank 2 of all
     blocked = "all wait in send, nobody receives: start both (isend, irecv), then wait for both"
-    lost = "pass group=group; `to` counts within the group (group_dst, group_src, in P2POp group_peer)"
+    lost = (
+        "pass group=group; `to` counts within the group (group_dst, group_src, in P2POp group_peer)"
+    )
     for ranks, hint in ((group, blocked), (some, lost)):
         if ranks is some and group.rank() == 1:
             break
         rank, P = ranks.rank(), ranks.size()
         for ahead, rows in ((1, [3] * P), (-1, [1 << 16] * P), (2, [3] * P), (1, range(P))):
             to, source = (rank + ahead) % P, (rank - ahead) % P
-            xs = [x[:, :n].T for n, x in zip(rows, draw_all(seed, P, 3, 1 << 16))]  # (n, 3), not contiguous
+            xs = [
+                x[:, :n].T for n, x in zip(rows, draw_all(seed, P, 3, 1 << 16))
+            ]  # (n, 3), not contiguous
             x, right, before = xs[rank], xs[source], xs[rank].clone()
             with noted_waits() as waits:
-                mine, traffic = within(10, hint, counted, lab.exchange, x, to, source, right.shape, ranks)
-            late = "call work.wait() on both: gloo forgives a work that is thrown away, NCCL does not"
+                mine, traffic = within(
+                    10, hint, counted, lab.exchange, x, to, source, right.shape, ranks
+                )
+            late = (
+                "call work.wait() on both: gloo forgives a work that is thrown away, NCCL does not"
+            )
             expect(len(waits) >= 2, f"waits for {len(waits)} of 2 transfers", late)
             hints = {
                 "this is what was sent: receive into a tensor of its own": x,
@@ -346,10 +354,13 @@ def check_reduce_scatter(lab, group, seed):
         chunks, sums = [x.split(sizes) for x in xs], total.split(sizes)
         after = (rank + 1) % P
         hints = {
-            "this is the sum of chunk rank + 1: chunk rank - 1 sets out first, not chunk rank": sums[after],
+            "this is the sum of chunk rank + 1: chunk rank - 1 sets out first, not chunk rank": sums[
+                after
+            ],
             "this is the sum of chunk rank - 1: chunk rank - 1 sets out first": sums[rank - 1],
             "this is chunk rank + 1 on its way: P - 1 steps": sums[after] - chunks[after][after],
-            "only two ranks' parts: send the sum so far": chunks[rank][rank] + chunks[rank - 1][rank],
+            "only two ranks' parts: send the sum so far": chunks[rank][rank]
+            + chunks[rank - 1][rank],
             "the own chunk is not added in the last step": sums[rank] - chunks[rank][rank],
             "this is the own chunk alone": chunks[rank][rank],
         }
@@ -371,7 +382,9 @@ def check_all_gather(lab, group, seed):
         lefts = [shard if c == rank else shards[rank - 1] for c in range(P)]
         hints = {
             "the chunks stand in the order of arrival: chunk c belongs in place c": arrived,
-            "one neighbour's shard everywhere: send on what came last, not the own": torch.cat(lefts),
+            "one neighbour's shard everywhere: send on what came last, not the own": torch.cat(
+                lefts
+            ),
             "this is the own shard again and again": torch.cat([shard] * P),
         }
         expect_close(f"{n} rows from {P} ranks", mine, torch.cat(right), 0, hints)
@@ -395,7 +408,9 @@ def check_all_reduce(lab, group, seed):
         dist.all_gather(results, mine, group=group)
         hint = "one rank sums a chunk and sends it to all"
         expect(
-            all(torch.equal(mine, r) for r in results), "the ranks' results differ in their last bits", hint
+            all(torch.equal(mine, r) for r in results),
+            "the ranks' results differ in their last bits",
+            hint,
         )
     return f"off by {error:.0e}, same bits on all ranks; {2 * (P - 1)} steps, {2 - 2 / P:.0%} of x sent"
 
@@ -420,7 +435,9 @@ def check_all_to_all(lab, group, seed):
             "the parts stand in the order of arrival: what rank r sent belongs in place r": torch.cat(
                 arrived
             ),
-            "what comes from s ranks behind stands s ranks ahead, where one was sent": torch.cat(mirrored),
+            "what comes from s ranks behind stands s ranks ahead, where one was sent": torch.cat(
+                mirrored
+            ),
             "nothing was exchanged": x,
         }
         expect_close(f"{sum(receives)} rows from {P} ranks", mine, right, 0, hints)
@@ -453,25 +470,34 @@ def check_gradients(lab, group, seed):
         shards = [x.detach()[:size].requires_grad_() for x, size in zip(xs, sizes)]
         slices = [weights.split(sizes)[rank] for weights in w]
         hints = {
-            "this is the rank's own gradient of its shard: the other ranks read it too": slices[rank],
+            "this is the rank's own gradient of its shard: the other ranks read it too": slices[
+                rank
+            ],
             "this is the mean of the ranks' gradients, not their sum": sum(slices) / P,
         }
         compare("AllGather", (n, group), shards, [torch.cat(shards)] * P, n - sizes[rank], hints)
 
-        right, alone = torch.cat([weights[:size] for weights, size in zip(w, sizes)]), torch.zeros(n, 5)
+        right, alone = (
+            torch.cat([weights[:size] for weights, size in zip(w, sizes)]),
+            torch.zeros(n, 5),
+        )
         alone.split(sizes)[rank].copy_(w[rank][: sizes[rank]])
         hints = {
             "only the own chunk has a gradient here: the others' are on the other ranks": alone,
             "divided by P: each term of a sum has the gradient of the sum": right / P,
         }
-        compare("ReduceScatter", (group,), xs, sum(xs).split(sizes), n - sizes[(rank + 1) % P], hints)
+        compare(
+            "ReduceScatter", (group,), xs, sum(xs).split(sizes), n - sizes[(rank + 1) % P], hints
+        )
 
         sends, receives = table[rank], [row[rank] for row in table]
         mixed = [x.detach()[: sum(row)].requires_grad_() for x, row in zip(xs, table)]
         outs = [torch.cat(parts) for parts in zip(*(x.split(row) for x, row in zip(mixed, table)))]
         again = torch.cat([weights[: sum(row)].split(row)[rank] for weights, row in zip(w, table)])
         hints = {"sent forward again: on the way back `receives` is what is sent": again}
-        compare("AllToAll", (sends, receives, group), mixed, outs, sum(receives) - receives[rank], hints)
+        compare(
+            "AllToAll", (sends, receives, group), mixed, outs, sum(receives) - receives[rank], hints
+        )
     return f"off by {max(errors):.0e} from one device; as many bytes as forward"
 
 
@@ -494,7 +520,9 @@ class Watch(torch.utils._python_dispatch.TorchDispatchMode):
 def check_overlap(lab, group, seed):
     """The last rank comes late: when the others have computed dw, or have had 1.5 s each to do so."""
     rank, late = group.rank(), group.size() - 1
-    x, weights, grads = (draw_all(seed + i, group.size(), *s) for i, s in enumerate([(6, 5), (4, 5), (6, 4)]))
+    x, weights, grads = (
+        draw_all(seed + i, group.size(), *s) for i, s in enumerate([(6, 5), (4, 5), (6, 4)])
+    )
     x, args = x[0], (x[0].clone(), weights[rank].clone(), grads[rank].clone())
     with shared_folder(group) as folder:
         joined, order = folder / "joined", []
@@ -516,21 +544,37 @@ def check_overlap(lab, group, seed):
     names = [what for what, _ in order]
     hint = "a rank's columns give a part of dx: dist.all_reduce(dx, group=group, async_op=True)"
     expect("all_reduce" in names, "dx is not summed over the ranks", hint)
-    expect(waited, f"dx came back before rank {late} had sent its part", "work.wait() before you return dx")
+    expect(
+        waited,
+        f"dx came back before rank {late} had sent its part",
+        "work.wait() before you return dx",
+    )
     total = sum(g @ w for g, w in zip(grads, weights))  # one device's: all columns together
-    expect_close("dx", dx, total, hints={"this is the rank's own part": grads[rank] @ weights[rank]})
+    expect_close(
+        "dx", dx, total, hints={"this is the rank's own part": grads[rank] @ weights[rank]}
+    )
     summed = {"dw is the rank's own: do not sum it": sum(g.T @ x for g in grads)}
     error = expect_close("dw", dw, grads[rank].T @ x, hints=summed)
     for arg, before in zip(args, (x, weights[rank], grads[rank])):
         check_unchanged(arg, before)
-    expect(traffic.ops == {"all_reduce": [1, x.nbytes]}, f"calls {traffic.ops}", "one all-reduce, of dx")
+    expect(
+        traffic.ops == {"all_reduce": [1, x.nbytes]},
+        f"calls {traffic.ops}",
+        "one all-reduce, of dx",
+    )
     expect("dw" in names, "no matrix product gives dw", "dw = grad.T @ x")
     hint = "start the all-reduce of dx first (async_op=True), compute dw, then wait"
-    expect(names.index("all_reduce") < names.index("dw"), "dw is computed before the all-reduce starts", hint)
-    hint = (
-        "wait for the all-reduce (work.wait()) after dw, not before; without async_op=True it waits at once"
+    expect(
+        names.index("all_reduce") < names.index("dw"),
+        "dw is computed before the all-reduce starts",
+        hint,
     )
-    expect(rank == late or ("dw", False) in order, "dw is computed after the all-reduce, not meanwhile", hint)
+    hint = "wait for the all-reduce (work.wait()) after dw, not before; without async_op=True it waits at once"
+    expect(
+        rank == late or ("dw", False) in order,
+        "dw is computed after the all-reduce, not meanwhile",
+        hint,
+    )
     return f"off by {error:.0e}; dw computed while rank {late} was not there yet"
 
 
@@ -587,7 +631,13 @@ def count(group):
         for name, *call in runs:
             _, traffic = counted(*call, ranks)
             steps, sent = traffic.ops["send"]
-            row = {"operation": name, "ranks": world, "message": x.nbytes, "steps": steps, "bytes": sent}
+            row = {
+                "operation": name,
+                "ranks": world,
+                "message": x.nbytes,
+                "steps": steps,
+                "bytes": sent,
+            }
             row["expected_steps"], row["expected_bytes"] = COSTS[name](world, x.nbytes)
             rows.append(row)
     return rows
@@ -609,7 +659,9 @@ def blocking_ring(group):
             step()
         at[place] = "done"
 
-    for place, steps in enumerate(([receive, send] if rank % 2 else [send, receive], [send, receive])):
+    for place, steps in enumerate(
+        ([receive, send] if rank % 2 else [send, receive], [send, receive])
+    ):
         at.append("start")
         wait([ThreadPoolExecutor(1).submit(go, steps, place)], timeout=(20, 2)[place])
     return at
@@ -700,7 +752,11 @@ def fit(sizes, seconds):
     """(a, b) of t = a + b n with the least squared relative errors: seconds, seconds a byte."""
     n, t = torch.tensor(sizes, dtype=torch.float64), torch.tensor(seconds, dtype=torch.float64)
     terms = torch.stack([1 / t, n / t], 1)  # (a + b n) / t should be 1
-    return torch.linalg.lstsq(terms, torch.ones(len(t), 1, dtype=torch.float64)).solution.flatten().tolist()
+    return (
+        torch.linalg.lstsq(terms, torch.ones(len(t), 1, dtype=torch.float64))
+        .solution.flatten()
+        .tolist()
+    )
 
 
 def experiment(args):
@@ -711,19 +767,26 @@ def experiment(args):
     counts = on_ranks(P, count)[0]
     rows = [[r["operation"], r["ranks"], r["steps"], r["expected_steps"], r["bytes"], r["expected_bytes"],
              f"{r['bytes'] / r['message']:.0%}"] for r in counts]  # fmt: skip
-    print_table(["operation", "ranks", "steps", "formula", "bytes sent", "formula", "of the message"], *rows)
+    print_table(
+        ["operation", "ranks", "steps", "formula", "bytes sent", "formula", "of the message"], *rows
+    )
     if any(r["steps"] != r["expected_steps"] or r["bytes"] != r["expected_bytes"] for r in counts):
         failed.append("counts")
 
     orders = list(zip(*on_ranks(P, blocking_ring)))  # [even first, all send][rank]
     texts = ["even ranks send first, odd ranks receive first", "all send first, then receive"]
     title = "one blocking send and receive round the ring: each rank after 2 s"
-    print_table([title, *(f"rank {rank}" for rank in range(P))], *([t, *o] for t, o in zip(texts, orders)))
+    print_table(
+        [title, *(f"rank {rank}" for rank in range(P))], *([t, *o] for t, o in zip(texts, orders))
+    )
     if set(orders[0]) != {"done"} or set(orders[1]) != {"send"}:
         failed.append("blocking ring")
 
     reads, overwritten = on_ranks(2, read_early)[0]
-    rows = [[name, value, "stale" if value == 1 else "right", f"{took:.2f}"] for name, value, took in reads]
+    rows = [
+        [name, value, "stale" if value == 1 else "right", f"{took:.2f}"]
+        for name, value, took in reads
+    ]
     print_table(["rank 0 reads 1 + 10 while rank 1 is late", "value", "", "waited, s"], *rows)
     print(f"  isend(x), then x = 0 before work.wait(): a 1 was sent, a {overwritten:.0f} arrives")
     values = {name: value for name, value, _ in reads}
@@ -743,9 +806,18 @@ def experiment(args):
         columns += [seconds[name], times]
     columns.append(seconds["torch"])
     rows = [[n, *(f"{1e6 * t:.0f}" for t in times)] for n, *times in zip(sizes, *columns)]
-    heads = ["exchange", "ring all-reduce", "predicted", "gather and add", "predicted", "torch's all-reduce"]
+    heads = [
+        "exchange",
+        "ring all-reduce",
+        "predicted",
+        "gather and add",
+        "predicted",
+        "torch's all-reduce",
+    ]
     print_table([f"bytes (times in us, {P} ranks)", *heads], *rows)
-    print(f"\n  an exchange of n bytes takes a + b n: a = {1e6 * a:.0f} us, 1/b = {1e-9 / b:.2f} GB/s")
+    print(
+        f"\n  an exchange of n bytes takes a + b n: a = {1e6 * a:.0f} us, 1/b = {1e-9 / b:.2f} GB/s"
+    )
     print(f"  both parts weigh the same at {a / b / 1e6:.2g} MB; {crossing(P, a, b)}")
     print("  (gloo on one CPU: no prediction for GPUs)")
     return {
@@ -777,13 +849,25 @@ def draw(results, path):
     P, sizes = timed["ranks"], timed["bytes"]
     grid = [sizes[0] * (sizes[-1] / sizes[0]) ** (i / 100) for i in range(101)]
     looks = {
-        "gather_and_add": ("all-reduce, gather and add", "^", "#D55E00", lambda n: (P - 1) * (a + b * n)),
-        "ring_all_reduce": ("all-reduce, ring", "s", "#0072B2", lambda n: 2 * (P - 1) * (a + b * n / P)),
+        "gather_and_add": (
+            "all-reduce, gather and add",
+            "^",
+            "#D55E00",
+            lambda n: (P - 1) * (a + b * n),
+        ),
+        "ring_all_reduce": (
+            "all-reduce, ring",
+            "s",
+            "#0072B2",
+            lambda n: 2 * (P - 1) * (a + b * n / P),
+        ),
         "exchange": ("one exchange", "o", "#666666", lambda n: a + b * n),
     }
     figure, axis = pyplot.subplots(figsize=(8, 5))
     for name, (label, marker, color, model) in looks.items():
-        axis.plot(sizes, [1e3 * t for t in timed["seconds"][name]], marker, color=color, label=label)
+        axis.plot(
+            sizes, [1e3 * t for t in timed["seconds"][name]], marker, color=color, label=label
+        )
         axis.plot(grid, [1e3 * model(n) for n in grid], color=color, lw=1)
     axis.set(xscale="log", yscale="log", xlabel="message, bytes", ylabel="time, ms")
     axis.set_ylim(top=5 * axis.get_ylim()[1])  # room for the legend
@@ -857,14 +941,23 @@ def all_to_everyone(lab):
 def no_way_back(lab):
     """The gradient of an all-to-all is sent as forward, instead of back."""
     lab.AllToAll.backward = staticmethod(
-        lambda ctx, grad: (lab.all_to_all(grad, ctx.sends, ctx.receives, ctx.group), None, None, None)
+        lambda ctx, grad: (
+            lab.all_to_all(grad, ctx.sends, ctx.receives, ctx.group),
+            None,
+            None,
+            None,
+        )
     )
 
 
 def slice_for_gradient(lab):
     """The gradient of an all-gather is the rank's own gradient of its slice; nobody sums."""
     lab.AllGather.backward = staticmethod(
-        lambda ctx, grad: (grad.split(chunk_sizes(len(grad), ctx.group.size()))[ctx.group.rank()], None, None)
+        lambda ctx, grad: (
+            grad.split(chunk_sizes(len(grad), ctx.group.size()))[ctx.group.rank()],
+            None,
+            None,
+        )
     )
 
 
@@ -936,9 +1029,13 @@ def expect_close(name, mine, right, tolerance=1e-5, hints=None):
     hints {text: tensor}: if mine is that tensor instead, the text is the hint.
     """
     expect(
-        isinstance(mine, torch.Tensor), f"{name} is {type(mine).__name__}, not a tensor", "return the result"
+        isinstance(mine, torch.Tensor),
+        f"{name} is {type(mine).__name__}, not a tensor",
+        "return the result",
     )
-    expect(mine.shape == right.shape, f"{name} has shape {tuple(mine.shape)}, not {tuple(right.shape)}")
+    expect(
+        mine.shape == right.shape, f"{name} has shape {tuple(mine.shape)}, not {tuple(right.shape)}"
+    )
 
     def error(other):
         apart = torch.linalg.vector_norm((mine - other).double())
@@ -947,7 +1044,11 @@ def expect_close(name, mine, right, tolerance=1e-5, hints=None):
     known = [text for text, other in (hints or {}).items() if other.shape == right.shape]
     known = [text for text in known if error(hints[text]) <= tolerance < error(right)]
     hint = known[0] if known else ""
-    expect(error(right) <= tolerance, f"{name} is off by {error(right):.1e} (at most {tolerance:.0e})", hint)
+    expect(
+        error(right) <= tolerance,
+        f"{name} is off by {error(right):.1e} (at most {tolerance:.0e})",
+        hint,
+    )
     return error(right)
 
 
@@ -961,7 +1062,10 @@ class Traffic(torch.utils._python_dispatch.TorchDispatchMode):
 
     OPS = {"allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter"}
     OPS |= {"alltoall": "all_to_all", "send": "send", "broadcast": "broadcast", "reduce": "reduce"}
-    OPS |= {"gather": "gather", "scatter": "scatter"}  # a name starts with one of these, the first that fits
+    OPS |= {
+        "gather": "gather",
+        "scatter": "scatter",
+    }  # a name starts with one of these, the first that fits
 
     def __init__(self):
         super().__init__()
@@ -975,7 +1079,9 @@ class Traffic(torch.utils._python_dispatch.TorchDispatchMode):
         name = func._opname.replace("_", "")
         op = next((op for start, op in self.OPS.items() if name.startswith(start)), None)
         if op and func.namespace in ("c10d", "_c10d_functional"):
-            tensors = [[t for t in tree_leaves(x) if isinstance(t, torch.Tensor)] for x in (*args, out)]
+            tensors = [
+                [t for t in tree_leaves(x) if isinstance(t, torch.Tensor)] for x in (*args, out)
+            ]
             sizes = [sum(t.nbytes for t in ts) for ts in tensors]
             if op == "all_to_all":  # c10d names the output before the input
                 sizes = [sizes[1 if func.namespace == "c10d" else 0]]
@@ -997,7 +1103,9 @@ def load(path):
 # Copied from labs/lab1_collectives.py
 def rank_main(rank, world, rendezvous, pipe, limit, function, args):
     """A rank's process: join the others, run function(group, *args), send back what it returns."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # gloo complains there about ranks that others' errors ended
+    os.dup2(
+        os.open(os.devnull, os.O_WRONLY), 2
+    )  # gloo complains there about ranks that others' errors ended
     signal.alarm(limit)  # its parent ends it long before; this is for a parent that was killed
     torch.set_num_threads(1)
     # torch 2.13 renames all_gather_into_tensor and reduce_scatter_tensor; 2.11 knows only these names
@@ -1027,9 +1135,13 @@ def on_ranks(world, function, *args, timeout=60):
     Raises Wrong: the first one that a rank raised, or one naming the ranks still busy after `timeout`
     seconds. function is one of a module's own, and args and results can be pickled.
     """
-    context = multiprocessing.get_context("forkserver")  # forks ranks from a process that has torch already
+    context = multiprocessing.get_context(
+        "forkserver"
+    )  # forks ranks from a process that has torch already
     heavy = {"torch.distributed", "transformers.models.llama.modeling_llama"} & sys.modules.keys()
-    context.set_forkserver_preload([*heavy, "torch._dynamo"])  # the first dispatch mode imports that: 2 s
+    context.set_forkserver_preload(
+        [*heavy, "torch._dynamo"]
+    )  # the first dispatch mode imports that: 2 s
     with tempfile.TemporaryDirectory() as folder, ExitStack() as ending:
         pipes = {}
         for rank in range(world):
@@ -1046,7 +1158,9 @@ def on_ranks(world, function, *args, timeout=60):
         while busy:
             ready = connection.wait(busy, max(0, end - time.monotonic()))
             silent = ", ".join(map(str, busy.values()))
-            hint = "a send without its recv, a collective that some rank skips, or a loop without end"
+            hint = (
+                "a send without its recv, a collective that some rank skips, or a loop without end"
+            )
             expect(ready, f"no answer from rank {silent} in {timeout} s", hint)
             wrong = []
             for pipe in ready:
@@ -1075,10 +1189,14 @@ def check_on_rank(group, answers, bug, name, seed):
 # Copied from labs/lab1_collectives.py
 def print_table(*rows):
     """Columns aligned to the left, after an empty line."""
-    cells = [[f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+    cells = [
+        [f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows
+    ]
     widths = [max(map(len, column)) for column in zip(*cells)]
     print(
-        "", *("  " + "   ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in cells), sep="\n"
+        "",
+        *("  " + "   ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in cells),
+        sep="\n",
     )
 
 
@@ -1119,16 +1237,23 @@ def main(argv=None):
         if args.inject_bug not in (None, *(bug.__name__ for bug in BUGS)):
             raise Unusable(f"no bug {args.inject_bug}; --inject-bug list names them")
         for path in (args.json, args.plot):
-            if path and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):
+            if path and (
+                Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)
+            ):
                 raise Unusable(f"cannot write {path}: a directory, or in none that can be written")
         results = {"lab": Path(__file__).stem, "exercises": run_checks(args), **experiment(args)}
         failed = [name for name, result in results["exercises"].items() if not result["passed"]]
         failed += [name for name in results.get("failed", []) if name not in failed]
         results["passed"] = not failed
         count = f"all {len(results['exercises'])} exercises' checks hold"
-        print(f"\n{'FAIL' if failed else 'PASS'} {results['lab']}: {', '.join(failed) or count}", flush=True)
+        print(
+            f"\n{'FAIL' if failed else 'PASS'} {results['lab']}: {', '.join(failed) or count}",
+            flush=True,
+        )
         if args.json:
-            write_whole(args.json, lambda path: Path(path).write_text(json.dumps(results, indent=1) + "\n"))
+            write_whole(
+                args.json, lambda path: Path(path).write_text(json.dumps(results, indent=1) + "\n")
+            )
         if args.plot:
             write_whole(args.plot, partial(draw, results))
         return 1 if failed else 0
@@ -1153,14 +1278,17 @@ class Parser(argparse.ArgumentParser):
         raise Unusable(message)
 
 
-# Copied from tp.py
+# Copied from labs/grade.py
 def write_whole(path, write):
     """Have write(another path) make the file, then name it path: whole or not at all, or Unusable."""
     draft = f"{path}.{os.getpid()}{Path(path).suffix}"
     try:
         write(draft)
         os.replace(draft, path)
-    except (OSError, ValueError) as problem:  # a full disk; a picture of a kind that matplotlib lacks
+    except (
+        OSError,
+        ValueError,
+    ) as problem:  # a full disk; a picture of a kind that matplotlib lacks
         raise Unusable(f"cannot write {path}: {problem}") from None
     finally:
         Path(draft).unlink(missing_ok=True)

@@ -74,7 +74,7 @@ from torch.utils._pytree import tree_leaves
 
 # Copied from tp.py
 def all_reduce(x, group, op=dist.ReduceOp.SUM):
-    """The sum (or max) of x over the ranks, in a new tensor: autograd may still need the old one."""
+    """The sum (or max) of x over ranks, in a new tensor: autograd may still need the old one."""
     if group.size() == 1:
         return x
     x = x.clone(memory_format=torch.contiguous_format)
@@ -198,7 +198,7 @@ reduce_scatter_to_sp_region = ReduceScatterToSPRegion.apply  # (x (b, s, h), gro
 
 # Copied from tp.py
 def split(n, rank, world):
-    """[start, end) of the rank's share of n things: contiguous, the first n % world ranks hold one more."""
+    """[start, end) of the rank's share of n things: the first n % world ranks hold one more."""
     base, extra = divmod(n, world)
     return rank * base + min(rank, extra), (rank + 1) * base + min(rank + 1, extra)
 
@@ -228,7 +228,9 @@ class GatheredLinear(torch.autograd.Function):
         # end exercise
 
     @staticmethod
-    def backward(ctx, grad):  # (b, s, out/P); returns the gradients of x, weight, bias (None if it has none)
+    def backward(
+        ctx, grad
+    ):  # (b, s, out/P); returns the gradients of x, weight, bias (None if it has none)
         # exercise: gathered_linear
         x, weight = ctx.saved_tensors
         dx = reduce_scatter(grad @ weight, ctx.group)  # (b, s/P, in)
@@ -387,7 +389,9 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         the sum of exp(x - peak) and wanted that of q (x - peak), over the whole vocabulary. A logit may be
         minus infinity where nothing is smoothed.
         """
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))  # bfloat16 has too few digits
+        wide = logits.to(
+            torch.promote_types(logits.dtype, torch.float32)
+        )  # bfloat16 has too few digits
         # exercise: cross_entropy_forward
         elsewhere = (target < start) | (target >= start + logits.shape[-1])
         column = (target - start).masked_fill(elsewhere, 0)
@@ -409,13 +413,17 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         # exercise: cross_entropy_backward
         dx = (logits - peak[..., None]).exp() / sum_exp[..., None]  # softmax
         dx -= ctx.smoothing / ctx.vocab
-        dx.scatter_add_(-1, column[..., None], (ctx.smoothing - 1) * (~elsewhere)[..., None].to(dx.dtype))
+        dx.scatter_add_(
+            -1, column[..., None], (ctx.smoothing - 1) * (~elsewhere)[..., None].to(dx.dtype)
+        )
         dx *= grad[..., None]
         # end exercise
         return dx.to(logits.dtype), None, None, None, None, None
 
 
-def vocab_parallel_cross_entropy(logits_shard, target, group, label_smoothing=0.0, ignore_index=-100):
+def vocab_parallel_cross_entropy(
+    logits_shard, target, group, label_smoothing=0.0, ignore_index=-100
+):
     """F.cross_entropy(logits, target, reduction="none"), from this rank's columns of the logits.
 
     logits_shard (..., v/P): columns vocab_range(v, rank, world). target (...): ids of the whole vocabulary,
@@ -429,7 +437,9 @@ def vocab_parallel_cross_entropy(logits_shard, target, group, label_smoothing=0.
     ignored = target == ignore_index
     if (~ignored & ((target < 0) | (target >= vocab))).any():
         raise IndexError(f"a target is neither in [0, {vocab}) nor {ignore_index}")
-    loss = VocabParallelCrossEntropy.apply(logits_shard, target, start, vocab, group, label_smoothing)
+    loss = VocabParallelCrossEntropy.apply(
+        logits_shard, target, start, vocab, group, label_smoothing
+    )
     return loss.masked_fill(ignored, 0)
 
 
@@ -445,7 +455,10 @@ def on_groups(check):
     """The check on ranks 0-1 and 2-3 side by side, then on ranks 0-2, whose number divides no size."""
 
     def both(lab, group, seed):
-        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]  # every rank takes part in making each
+        pairs = [
+            dist.new_group([0, 1]),
+            dist.new_group([2, 3]),
+        ]  # every rank takes part in making each
         three = dist.new_group([0, 1, 2])
         check(lab, pairs[group.rank() // 2], seed)
         return check(lab, three, seed) if group.rank() < 3 else None
@@ -529,7 +542,11 @@ def expect_parts(layer, full, parts):
         expect_close(name, mine, right[part], 0)
         expect_close(f"the gradient of {name}", mine.grad, right.grad[part])
         held = mine.untyped_storage().nbytes()
-        expect(held == mine.nbytes, f"{name} keeps {held} bytes, not {mine.nbytes}", "a view keeps the whole")
+        expect(
+            held == mine.nbytes,
+            f"{name} keeps {held} bytes, not {mine.nbytes}",
+            "a view keeps the whole",
+        )
 
 
 def run_and_compare(layer, given, wanted, hints):
@@ -546,7 +563,9 @@ def run_and_compare(layer, given, wanted, hints):
     expect_traffic("forward", traffic, **wanted["forward"])
     with Traffic() as traffic:
         y.backward(dy)
-    expect(torch.equal(dy, given["dy"]), "the gradient given to the backward is overwritten", IN_PLACE)
+    expect(
+        torch.equal(dy, given["dy"]), "the gradient given to the backward is overwritten", IN_PLACE
+    )
     error = max(error, expect_close("dx", x.grad, wanted["dx"], hints=hints["dx"]))
     expect_traffic("backward", traffic, **wanted["backward"])
     return error
@@ -559,7 +578,9 @@ def check_copy_to_tp_region(lab, group, seed):
     own = dys[group.rank()]
     hints = {"y": {}, "dx": {SUM: own, "the mean is not the sum": sum(dys) / group.size()}}
     wanted = {"y": x, "dx": sum(dys), "forward": {}, "backward": {"all_reduce": x.nbytes}}
-    error = run_and_compare(lambda x: lab.copy_to_tp_region(x, group), {"x": x, "dy": own}, wanted, hints)
+    error = run_and_compare(
+        lambda x: lab.copy_to_tp_region(x, group), {"x": x, "dy": own}, wanted, hints
+    )
     return f"y is x; dx is the sum, off by {error:.0e}; {x.nbytes} bytes reduced"
 
 
@@ -585,7 +606,10 @@ def check_gather_from_sp_region(lab, group, seed):
     wanted = {"y": x, "dx": sum(dys)[:, own]}
     wanted |= {"forward": {"all_gather": x.nbytes}, "backward": {"reduce_scatter": x.nbytes}}
     joined = torch.cat(x.chunk(P, 1)).reshape(x.shape)
-    hints = {"y": {"ranks are joined along dim 0, tokens are dim 1": joined}, "dx": {SUM: dys[rank][:, own]}}
+    hints = {
+        "y": {"ranks are joined along dim 0, tokens are dim 1": joined},
+        "dx": {SUM: dys[rank][:, own]},
+    }
     given = {"x": x[:, own].clone(), "dy": dys[rank]}
     error = run_and_compare(lambda x: lab.gather_from_sp_region(x, group), given, wanted, hints)
     return f"all tokens; dx is the sum of own tokens' parts, off by {error:.0e}; {x.nbytes} bytes each way"
@@ -593,14 +617,25 @@ def check_gather_from_sp_region(lab, group, seed):
 
 def check_reduce_scatter_to_sp_region(lab, group, seed):
     uneven, randn = draw_from(seed, group)
-    P, rank, shape = group.size(), group.rank(), (2, uneven(), uneven())  # P does not divide the tokens
+    P, rank, shape = (
+        group.size(),
+        group.rank(),
+        (2, uneven(), uneven()),
+    )  # P does not divide the tokens
     xs = [randn(shape) for _ in range(P)]
     y, dy = tokens_of(sum(xs), group), randn(shape)
     nbytes = P * y.nbytes  # with the zeros at the end
-    wanted = {"y": y, "dx": dy, "forward": {"reduce_scatter": nbytes}, "backward": {"all_gather": nbytes}}
+    wanted = {
+        "y": y,
+        "dx": dy,
+        "forward": {"reduce_scatter": nbytes},
+        "backward": {"all_gather": nbytes},
+    }
     hints = {"y": {SUM: tokens_of(xs[rank], group)}, "dx": {"dy is the same on all ranks": P * dy}}
     given = {"x": xs[rank], "dy": tokens_of(dy, group)}
-    error = run_and_compare(lambda x: lab.reduce_scatter_to_sp_region(x, group), given, wanted, hints)
+    error = run_and_compare(
+        lambda x: lab.reduce_scatter_to_sp_region(x, group), given, wanted, hints
+    )
     return f"own tokens of the sum, off by {error:.0e}; dx of all tokens; {nbytes} bytes each way"
 
 
@@ -672,14 +707,23 @@ def check_row_parallel_linear(lab, group, seed):
         start, end = split(linear.in_features, rank, P)
         layer = lab.RowParallelLinear.from_linear(linear, group, sequence_parallel=parallel)
         given = {"x": x[..., start:end].clone(), "dy": dy}
-        wanted = {"y": y, "dx": dx[..., start:end], "forward": {"all_reduce": y.nbytes}, "backward": {}}
+        wanted = {
+            "y": y,
+            "dx": dx[..., start:end],
+            "forward": {"all_reduce": y.nbytes},
+            "backward": {},
+        }
         count = tokens
         if parallel:
             share, count = tokens_of(y, group), real_tokens(tokens, group)
             wanted |= {"forward": {"reduce_scatter": P * share.nbytes}, "y": share[:, :count]}
             wanted |= {"backward": {"all_gather": P * share.nbytes}}
             given["dy"] = dy = tokens_of(dy, group)[:, :count]
-        hints = {"dx": {"dy is the same on all ranks, and summed it is P times too large": P * wanted["dx"]}}
+        hints = {
+            "dx": {
+                "dy is the same on all ranks, and summed it is P times too large": P * wanted["dx"]
+            }
+        }
         hints["y"] = {}
         if bias:
             once = linear.bias.detach()
@@ -689,11 +733,15 @@ def check_row_parallel_linear(lab, group, seed):
         worst = max(worst, run_and_compare(run, given, wanted, hints))
         if bias and layer.bias is not None:
             own_tokens = {"it saw this rank's tokens only": dy.sum((0, 1))}
-            expect_close("the gradient of bias", layer.bias.grad, linear.bias.grad, hints=own_tokens)
+            expect_close(
+                "the gradient of bias", layer.bias.grad, linear.bias.grad, hints=own_tokens
+            )
         if rank == 0:
             expect_parts(layer, linear, {"bias": slice(None)})
         expect_parts(layer, linear, {"weight": (slice(None), slice(start, end))})
-    expect(rank == 0 or layer.bias is None, "there is a bias on this rank too", "only rank 0 adds it")
+    expect(
+        rank == 0 or layer.bias is None, "there is a bias on this rank too", "only rank 0 adds it"
+    )
     return f"y, dx, dW, db, off by {worst:.0e}, with and without sequence parallelism, bias"
 
 
@@ -721,8 +769,12 @@ def check_vocab_parallel_embedding(lab, group, seed):
         y, dy = embedding(ids), randn(2, tokens, h)
         y.backward(dy)
         y = y.detach()
-        layer = lab.VocabParallelEmbedding.from_embedding(embedding, group, sequence_parallel=parallel)
-        first = embedding.weight.detach()[start].expand_as(y)  # what a token of another rank's rows may add
+        layer = lab.VocabParallelEmbedding.from_embedding(
+            embedding, group, sequence_parallel=parallel
+        )
+        first = embedding.weight.detach()[start].expand_as(
+            y
+        )  # what a token of another rank's rows may add
         hints = {SUM: y.masked_fill(elsewhere[..., None], 0)}
         hints["a token of another rank's rows adds zeros"] = y + all_reduce(
             elsewhere[..., None] * first, group
@@ -738,7 +790,9 @@ def check_vocab_parallel_embedding(lab, group, seed):
         worst = max(
             worst,
             run_and_compare(
-                lambda weight, layer=layer, ids=mine: functional_call(layer, {"weight": weight}, ids),
+                lambda weight, layer=layer, ids=mine: functional_call(
+                    layer, {"weight": weight}, ids
+                ),
                 {"x": layer.weight.detach(), "dy": dy},
                 wanted,
                 {"y": hints, "dx": {}},
@@ -762,7 +816,11 @@ def check_cross_entropy_forward(lab, group, seed):
     logits, target, start, end = draw_logits(randn, uneven, group)
     vocab, P, worst = logits.shape[-1], group.size(), 0
     ignore_first = target.masked_fill(target == -100, 0)  # with ignore_index=0
-    for smoothing, ignore, wanted in (0.0, -100, target), (0.1, -100, target), (0.3, 0, ignore_first):
+    for smoothing, ignore, wanted in (
+        (0.0, -100, target),
+        (0.1, -100, target),
+        (0.3, 0, ignore_first),
+    ):
         x = logits.clone()
         if not smoothing:  # a padded vocabulary has logits of minus infinity
             x[..., vocab // 2].masked_fill_(wanted != vocab // 2, -torch.inf)
@@ -771,7 +829,9 @@ def check_cross_entropy_forward(lab, group, seed):
         with Traffic() as traffic:
             mine = lab.vocab_parallel_cross_entropy(shard, wanted, group, smoothing, ignore)
         expect(
-            not mine.isnan().any(), "the loss is not a number", "0 times a logit of minus infinity is none"
+            not mine.isnan().any(),
+            "the loss is not a number",
+            "0 times a logit of minus infinity is none",
         )
         expect(mine.isfinite().all(), "the loss is infinite", "take the peak off before exp()")
         hints = usual_losses(x - x.amax(-1, keepdim=True), wanted, smoothing, ignore, group)
@@ -808,7 +868,9 @@ def usual_losses(logits, target, smoothing, ignore, group):
     losses = {
         "the softmax is over this rank's logits only": loss(log_sum=own.logsumexp(-1)),
         "the target's column here is target - start": loss(at_target=sum(map(look_up, shards))),
-        "only one rank knows the target's logit: sum it": loss(at_target=at_target.masked_fill(elsewhere, 0)),
+        "only one rank knows the target's logit: sum it": loss(
+            at_target=at_target.masked_fill(elsewhere, 0)
+        ),
         "the peak is that of all ranks": one_device_loss(each_own_peak, target, smoothing, -100),
     }
     if smoothing:
@@ -834,14 +896,18 @@ def check_cross_entropy_backward(lab, group, seed):
         column = (target - start).masked_fill(~here, 0)[..., None]
         scale = dy.masked_fill(target == -100, 0)[..., None]
         softmax = logits.softmax(-1)[..., start:end]
-        hit = torch.zeros_like(right).scatter_(-1, column, 1)  # also where another rank holds the target
+        hit = torch.zeros_like(right).scatter_(
+            -1, column, 1
+        )  # also where another rank holds the target
         own_hit, everywhere = hit * here[..., None], smoothing / vocab
         gradients = {  # of a loss whose gradient is 1
             "only the rank that holds the target takes q off there": softmax
             - (1 - smoothing) * hit
             - everywhere,
             "q is smoothed in the backward too": softmax - own_hit,
-            "q is 1 - smoothing at the target, and smoothing / vocab": softmax - own_hit - everywhere,
+            "q is 1 - smoothing at the target, and smoothing / vocab": softmax
+            - own_hit
+            - everywhere,
             "q is smoothing / vocab everywhere": softmax - (1 - smoothing) * own_hit,
             "smoothing / vocab: the whole vocabulary": softmax
             - (1 - smoothing) * own_hit
@@ -855,7 +921,9 @@ def check_cross_entropy_backward(lab, group, seed):
         worst = max(
             worst,
             run_and_compare(
-                lambda x, alpha=smoothing: lab.vocab_parallel_cross_entropy(x, target, group, alpha),
+                lambda x, alpha=smoothing: lab.vocab_parallel_cross_entropy(
+                    x, target, group, alpha
+                ),
                 given,
                 wanted,
                 {"y": {}, "dx": hints},
@@ -908,7 +976,9 @@ def megatron_label_smoothing(logits, target, start, end, alpha):
 def smoothing_on_rank(group, seed, alpha):
     """This rank's row of the label smoothing experiment."""
     generator = torch.Generator().manual_seed(seed)
-    zipf = -torch.arange(1, VOCAB + 1).log()  # frequent tokens have low ids, as in the vocabularies of BPE
+    zipf = -torch.arange(
+        1, VOCAB + 1
+    ).log()  # frequent tokens have low ids, as in the vocabularies of BPE
     logits = zipf + torch.randn(TOKENS, VOCAB, generator=generator)
     target = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
     start, end = vocab_range(VOCAB, group.rank(), group.size())
@@ -941,7 +1011,9 @@ def label_smoothing(args):
         rows += on_ranks(world, smoothing_on_rank, args.seed, args.label_smoothing)
     for row in rows:
         row["megatron_error"] = row["megatron"] / row["meant_by_megatron"] - 1
-    print(f"\nlabel smoothing {args.label_smoothing}, vocabulary {VOCAB}, mean loss of {TOKENS} tokens")
+    print(
+        f"\nlabel smoothing {args.label_smoothing}, vocabulary {VOCAB}, mean loss of {TOKENS} tokens"
+    )
     meant, right = rows[0]["meant_by_megatron"], rows[0]["torch"]
     print(f"one device: {right:.6f} as torch defines it, {meant:.6f} as Megatron does")
     head = ["tp", "rank", "K", "ours", "sum of q", "Megatron's formula", "off by", "its sum of q"]
@@ -960,7 +1032,11 @@ def label_smoothing(args):
     return rows, [text for text, held in holds.items() if not held]
 
 
-TP, SP, SP_AGAIN = "tensor parallel", "+ sequence parallel", "+ x gathered again"  # ways to cut an MLP
+TP, SP, SP_AGAIN = (
+    "tensor parallel",
+    "+ sequence parallel",
+    "+ x gathered again",
+)  # ways to cut an MLP
 
 
 def mlp_expected(way, length, world, width):
@@ -977,7 +1053,12 @@ def mlp_expected(way, length, world, width):
     if way == SP:
         return {"kept_x": x, "kept_inside": inside, "forward": scattered, "backward": scattered}
     gathered_again = scattered | {"all_gather": [2, 2 * x]}
-    return {"kept_x": x // world, "kept_inside": inside, "forward": scattered, "backward": gathered_again}
+    return {
+        "kept_x": x // world,
+        "kept_inside": inside,
+        "forward": scattered,
+        "backward": gathered_again,
+    }
 
 
 def mlp_on_rank(group, seed, length):
@@ -1009,7 +1090,10 @@ def mlp_on_rank(group, seed, length):
         measured |= {"forward": forward.ops, "backward": backward.ops}
         count = length if way == TP else real_tokens(length, group)
         pairs = [(out[:, :count], own(y)[:, :count]), (mine.grad, own(x.grad))]
-        pairs += [(first.weight.grad, up.weight.grad[start:end]), (first.bias.grad, up.bias.grad[start:end])]
+        pairs += [
+            (first.weight.grad, up.weight.grad[start:end]),
+            (first.bias.grad, up.bias.grad[start:end]),
+        ]
         pairs += [(second.weight.grad, down.weight.grad[:, start:end])]
         pairs += [(second.bias.grad, down.bias.grad)] if rank == 0 else []
         errors = [(torch.norm(a - b) / torch.norm(b).clamp(min=1e-30)).item() for a, b in pairs]
@@ -1046,7 +1130,9 @@ def mlp(args):
          short(r["forward"]), sent(r["forward"]), short(r["backward"]), sent(r["backward"])]
         for r in rows if r["rank"] == 0
     ))  # fmt: skip
-    print("\n  AR all-reduce, AG all-gather, RS reduce-scatter; on the wire an AR is an RS and an AG")
+    print(
+        "\n  AR all-reduce, AG all-gather, RS reduce-scatter; on the wire an AR is an RS and an AG"
+    )
     holds = {
         "the MLP is one device's": all(row["error"] < 1e-5 for row in rows),
         "it keeps and sends what the formula says": all(row["as_expected"] for row in rows),
@@ -1113,14 +1199,19 @@ def draw_owned(axis, rectangle):
 def draw_kept(axis, rows):
     """What rank 0 keeps in each way, and beside it what it sends forward and backward."""
     places, left = range(len(rows)), [0] * len(rows)
-    for key, label, grey in (("kept_inside", "inside", "0.8"), ("kept_x", "the MLP's input x", "0.4")):
+    for key, label, grey in (
+        ("kept_inside", "inside", "0.8"),
+        ("kept_x", "the MLP's input x", "0.4"),
+    ):
         sizes = [row[key] / 2**10 for row in rows]
         axis.barh(places, sizes, left=left, color=grey, label=label)
         left = [a + b for a, b in zip(left, sizes)]
     for place, end, row in zip(places, left, rows):
         axis.text(end, place, f"  {short(row['forward'])} | {short(row['backward'])}", va="center")
     axis.set_yticks(places, [f"{row['ranks']} ranks\n{row['way']}" for row in rows])
-    axis.set(xlim=(0, 1.45 * max(left)), xlabel="KiB kept by rank 0; beside: sent forward | backward")
+    axis.set(
+        xlim=(0, 1.45 * max(left)), xlabel="KiB kept by rank 0; beside: sent forward | backward"
+    )
     axis.set_title("An MLP keeps 1/P of x only if it gathers again", loc="left")
     axis.legend(frameon=False, loc="lower right", ncols=2)
     axis.set_ylim(len(rows) + 0.3, -0.6)  # from the top, with room for the legend
@@ -1138,11 +1229,16 @@ def draw_smoothing(losses, masses, rows):
     first = [row["megatron_target_mass"] for row in rows if row["rank"] == 0]
     masses.plot(worlds, first, "o--", ms=9, color="0.4", label="Megatron's formula")
     masses.plot(
-        worlds, [row["target_mass"] for row in rows if row["rank"] == 0], "ks-", label="here, and torch"
+        worlds,
+        [row["target_mass"] for row in rows if row["rank"] == 0],
+        "ks-",
+        label="here, and torch",
     )
     for world, mass in zip(worlds[1:], first[1:]):
         masses.text(world - 0.06, mass, f"{mass:.3f}", ha="right", va="bottom")
-    masses.set(xticks=worlds, xlim=(0.5, 3.5), xlabel="ranks", ylabel="sum of q over the vocabulary")
+    masses.set(
+        xticks=worlds, xlim=(0.5, 3.5), xlabel="ranks", ylabel="sum of q over the vocabulary"
+    )
     masses.set_title("and probabilities to learn that add up to more than 1", loc="left")
     masses.legend(frameon=False)
 
@@ -1191,7 +1287,9 @@ def group_forgotten(lab):
 
 def gather_without_sum(lab):
     """gather_from_sp_region's backward takes its own tokens' dx and sums nothing."""
-    lab.GatherFromSPRegion.backward = staticmethod(lambda ctx, grad: (tokens_of(grad, ctx.group), None))
+    lab.GatherFromSPRegion.backward = staticmethod(
+        lambda ctx, grad: (tokens_of(grad, ctx.group), None)
+    )
 
 
 def gathers_features(lab):
@@ -1226,7 +1324,9 @@ def bias_sees_own_tokens(lab):
     """Every rank adds the bias after the reduce-scatter, and the bias's gradients are never summed."""
 
     def forward(self, x):
-        leave = lab.reduce_scatter_to_sp_region if self.sequence_parallel else lab.reduce_from_tp_region
+        leave = (
+            lab.reduce_scatter_to_sp_region if self.sequence_parallel else lab.reduce_from_tp_region
+        )
         out = leave(F.linear(x, self.weight), self.group)
         return out if self.bias is None else out + self.bias
 
@@ -1263,7 +1363,8 @@ def shard_is_a_view(lab):
 def unmasked_embedding(lab):
     """A token of another rank's rows adds this rank's first row."""
     lab.VocabParallelEmbedding.forward = lambda self, ids: lab.reduce_from_tp_region(
-        F.embedding((ids - self.start) * ((ids >= self.start) & (ids < self.end)), self.weight), self.group
+        F.embedding((ids - self.start) * ((ids >= self.start) & (ids < self.end)), self.weight),
+        self.group,
     )
 
 
@@ -1290,7 +1391,9 @@ def softmax_over_own_shard(lab):
 def own_peak(lab):
     """Each rank takes its own largest logit off, and the sums that are put together do not match."""
     right = lab.all_reduce
-    lab.all_reduce = lambda x, group, op=dist.ReduceOp.SUM: x if op == dist.ReduceOp.MAX else right(x, group)
+    lab.all_reduce = lambda x, group, op=dist.ReduceOp.SUM: (
+        x if op == dist.ReduceOp.MAX else right(x, group)
+    )
 
 
 def no_peak(lab):
@@ -1356,10 +1459,14 @@ def logits_overwritten(lab):
 def logits_gathered(lab):
     """Every rank gathers all the logits and computes the whole loss: all values right."""
 
-    def vocab_parallel_cross_entropy(logits_shard, target, group, label_smoothing=0.0, ignore_index=-100):
+    def vocab_parallel_cross_entropy(
+        logits_shard, target, group, label_smoothing=0.0, ignore_index=-100
+    ):
         start, vocab = lab.shard_offset(logits_shard, group)
         logits = F.pad(logits_shard, (start, vocab - start - logits_shard.shape[-1]))
-        logits = lab.reduce_from_tp_region(logits, group)  # zeros elsewhere: their sum is all of them
+        logits = lab.reduce_from_tp_region(
+            logits, group
+        )  # zeros elsewhere: their sum is all of them
         return one_device_loss(logits, target, label_smoothing, ignore_index)
 
     lab.vocab_parallel_cross_entropy = vocab_parallel_cross_entropy
@@ -1369,8 +1476,12 @@ def ignored_targets_count(lab):
     """A target of ignore_index counts, as if it were token 0."""
     right = lab.vocab_parallel_cross_entropy
 
-    def vocab_parallel_cross_entropy(logits_shard, target, group, label_smoothing=0.0, ignore_index=-100):
-        return right(logits_shard, target.masked_fill(target == ignore_index, 0), group, label_smoothing)
+    def vocab_parallel_cross_entropy(
+        logits_shard, target, group, label_smoothing=0.0, ignore_index=-100
+    ):
+        return right(
+            logits_shard, target.masked_fill(target == ignore_index, 0), group, label_smoothing
+        )
 
     lab.vocab_parallel_cross_entropy = vocab_parallel_cross_entropy
 
@@ -1435,9 +1546,13 @@ def expect_close(name, mine, right, tolerance=1e-5, hints=None):
     hints {text: tensor}: if mine is that tensor instead, the text is the hint.
     """
     expect(
-        isinstance(mine, torch.Tensor), f"{name} is {type(mine).__name__}, not a tensor", "return the result"
+        isinstance(mine, torch.Tensor),
+        f"{name} is {type(mine).__name__}, not a tensor",
+        "return the result",
     )
-    expect(mine.shape == right.shape, f"{name} has shape {tuple(mine.shape)}, not {tuple(right.shape)}")
+    expect(
+        mine.shape == right.shape, f"{name} has shape {tuple(mine.shape)}, not {tuple(right.shape)}"
+    )
 
     def error(other):
         apart = torch.linalg.vector_norm((mine - other).double())
@@ -1446,7 +1561,11 @@ def expect_close(name, mine, right, tolerance=1e-5, hints=None):
     known = [text for text, other in (hints or {}).items() if other.shape == right.shape]
     known = [text for text in known if error(hints[text]) <= tolerance < error(right)]
     hint = known[0] if known else ""
-    expect(error(right) <= tolerance, f"{name} is off by {error(right):.1e} (at most {tolerance:.0e})", hint)
+    expect(
+        error(right) <= tolerance,
+        f"{name} is off by {error(right):.1e} (at most {tolerance:.0e})",
+        hint,
+    )
     return error(right)
 
 
@@ -1460,7 +1579,10 @@ class Traffic(torch.utils._python_dispatch.TorchDispatchMode):
 
     OPS = {"allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter"}
     OPS |= {"alltoall": "all_to_all", "send": "send", "broadcast": "broadcast", "reduce": "reduce"}
-    OPS |= {"gather": "gather", "scatter": "scatter"}  # a name starts with one of these, the first that fits
+    OPS |= {
+        "gather": "gather",
+        "scatter": "scatter",
+    }  # a name starts with one of these, the first that fits
 
     def __init__(self):
         super().__init__()
@@ -1474,7 +1596,9 @@ class Traffic(torch.utils._python_dispatch.TorchDispatchMode):
         name = func._opname.replace("_", "")
         op = next((op for start, op in self.OPS.items() if name.startswith(start)), None)
         if op and func.namespace in ("c10d", "_c10d_functional"):
-            tensors = [[t for t in tree_leaves(x) if isinstance(t, torch.Tensor)] for x in (*args, out)]
+            tensors = [
+                [t for t in tree_leaves(x) if isinstance(t, torch.Tensor)] for x in (*args, out)
+            ]
             sizes = [sum(t.nbytes for t in ts) for ts in tensors]
             if op == "all_to_all":  # c10d names the output before the input
                 sizes = [sizes[1 if func.namespace == "c10d" else 0]]
@@ -1496,7 +1620,9 @@ def load(path):
 # Copied from labs/lab1_collectives.py
 def rank_main(rank, world, rendezvous, pipe, limit, function, args):
     """A rank's process: join the others, run function(group, *args), send back what it returns."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # gloo complains there about ranks that others' errors ended
+    os.dup2(
+        os.open(os.devnull, os.O_WRONLY), 2
+    )  # gloo complains there about ranks that others' errors ended
     signal.alarm(limit)  # its parent ends it long before; this is for a parent that was killed
     torch.set_num_threads(1)
     # torch 2.13 renames all_gather_into_tensor and reduce_scatter_tensor; 2.11 knows only these names
@@ -1526,9 +1652,13 @@ def on_ranks(world, function, *args, timeout=60):
     Raises Wrong: the first one that a rank raised, or one naming the ranks still busy after `timeout`
     seconds. function is one of a module's own, and args and results can be pickled.
     """
-    context = multiprocessing.get_context("forkserver")  # forks ranks from a process that has torch already
+    context = multiprocessing.get_context(
+        "forkserver"
+    )  # forks ranks from a process that has torch already
     heavy = {"torch.distributed", "transformers.models.llama.modeling_llama"} & sys.modules.keys()
-    context.set_forkserver_preload([*heavy, "torch._dynamo"])  # the first dispatch mode imports that: 2 s
+    context.set_forkserver_preload(
+        [*heavy, "torch._dynamo"]
+    )  # the first dispatch mode imports that: 2 s
     with tempfile.TemporaryDirectory() as folder, ExitStack() as ending:
         pipes = {}
         for rank in range(world):
@@ -1545,7 +1675,9 @@ def on_ranks(world, function, *args, timeout=60):
         while busy:
             ready = connection.wait(busy, max(0, end - time.monotonic()))
             silent = ", ".join(map(str, busy.values()))
-            hint = "a send without its recv, a collective that some rank skips, or a loop without end"
+            hint = (
+                "a send without its recv, a collective that some rank skips, or a loop without end"
+            )
             expect(ready, f"no answer from rank {silent} in {timeout} s", hint)
             wrong = []
             for pipe in ready:
@@ -1574,10 +1706,14 @@ def check_on_rank(group, answers, bug, name, seed):
 # Copied from labs/lab1_collectives.py
 def print_table(*rows):
     """Columns aligned to the left, after an empty line."""
-    cells = [[f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+    cells = [
+        [f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows
+    ]
     widths = [max(map(len, column)) for column in zip(*cells)]
     print(
-        "", *("  " + "   ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in cells), sep="\n"
+        "",
+        *("  " + "   ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in cells),
+        sep="\n",
     )
 
 
@@ -1618,16 +1754,23 @@ def main(argv=None):
         if args.inject_bug not in (None, *(bug.__name__ for bug in BUGS)):
             raise Unusable(f"no bug {args.inject_bug}; --inject-bug list names them")
         for path in (args.json, args.plot):
-            if path and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):
+            if path and (
+                Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)
+            ):
                 raise Unusable(f"cannot write {path}: a directory, or in none that can be written")
         results = {"lab": Path(__file__).stem, "exercises": run_checks(args), **experiment(args)}
         failed = [name for name, result in results["exercises"].items() if not result["passed"]]
         failed += [name for name in results.get("failed", []) if name not in failed]
         results["passed"] = not failed
         count = f"all {len(results['exercises'])} exercises' checks hold"
-        print(f"\n{'FAIL' if failed else 'PASS'} {results['lab']}: {', '.join(failed) or count}", flush=True)
+        print(
+            f"\n{'FAIL' if failed else 'PASS'} {results['lab']}: {', '.join(failed) or count}",
+            flush=True,
+        )
         if args.json:
-            write_whole(args.json, lambda path: Path(path).write_text(json.dumps(results, indent=1) + "\n"))
+            write_whole(
+                args.json, lambda path: Path(path).write_text(json.dumps(results, indent=1) + "\n")
+            )
         if args.plot:
             write_whole(args.plot, partial(draw, results))
         return 1 if failed else 0
@@ -1652,7 +1795,7 @@ class Parser(argparse.ArgumentParser):
         raise Unusable(message)
 
 
-# Copied from tp.py
+# Copied from labs/grade.py
 def positive(text):
     """A whole number of at least 1, for argparse."""
     if not text.isdecimal() or int(text) < 1:
@@ -1660,14 +1803,17 @@ def positive(text):
     return int(text)
 
 
-# Copied from tp.py
+# Copied from labs/grade.py
 def write_whole(path, write):
     """Have write(another path) make the file, then name it path: whole or not at all, or Unusable."""
     draft = f"{path}.{os.getpid()}{Path(path).suffix}"
     try:
         write(draft)
         os.replace(draft, path)
-    except (OSError, ValueError) as problem:  # a full disk; a picture of a kind that matplotlib lacks
+    except (
+        OSError,
+        ValueError,
+    ) as problem:  # a full disk; a picture of a kind that matplotlib lacks
         raise Unusable(f"cannot write {path}: {problem}") from None
     finally:
         Path(draft).unlink(missing_ok=True)
@@ -1683,8 +1829,12 @@ def fraction(text):
 
 def add_options(parser):
     """The options of this lab's own."""
-    parser.add_argument("--length", type=positive, default=512, help="tokens of the MLP experiment (512)")
-    parser.add_argument("--label-smoothing", type=fraction, default=0.1, help="of that experiment (0.1)")
+    parser.add_argument(
+        "--length", type=positive, default=512, help="tokens of the MLP experiment (512)"
+    )
+    parser.add_argument(
+        "--label-smoothing", type=fraction, default=0.1, help="of that experiment (0.1)"
+    )
 
 
 if __name__ == "__main__":

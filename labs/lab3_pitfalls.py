@@ -77,7 +77,7 @@ IGNORE = -100  # a label that is no target: HF's and PyTorch's convention
 
 # Copied from tp.py
 def all_reduce(x, group, op=dist.ReduceOp.SUM):
-    """The sum (or max) of x over the ranks, in a new tensor: autograd may still need the old one."""
+    """The sum (or max) of x over ranks, in a new tensor: autograd may still need the old one."""
     if group.size() == 1:
         return x
     x = x.clone(memory_format=torch.contiguous_format)
@@ -116,7 +116,9 @@ class GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        parts = [
+            torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())
+        ]
         dist.all_gather(parts, x.contiguous(), group=group)
         return torch.cat(parts, 2)
 
@@ -252,7 +254,9 @@ def wrong_f_per_projection(block, group):
     """
     for name, linear in block.named_children():
         if name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
-            linear.register_forward_pre_hook(lambda module, args: (copy_to_tp_region(args[0], group),))
+            linear.register_forward_pre_hook(
+                lambda module, args: (copy_to_tp_region(args[0], group),)
+            )
 
 
 def right_f_per_projection(block, group):
@@ -422,7 +426,9 @@ def wrong_loss_without_graph(logits, targets, group):
     """Gathers all logits and takes the loss of them: the right number, and no way back to the model."""
     parts = [torch.empty_like(logits) for _ in range(group.size())]
     dist.all_gather(parts, logits.detach(), group=group)
-    return F.cross_entropy(torch.cat(parts, 1).flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
+    return F.cross_entropy(
+        torch.cat(parts, 1).flatten(0, 1), targets.flatten(), ignore_index=IGNORE
+    )
 
 
 def right_loss_without_graph(logits, targets, group):
@@ -437,7 +443,9 @@ def right_loss_without_graph(logits, targets, group):
     parts = [torch.empty_like(logits) for _ in range(group.size())]
     dist.all_gather(parts, logits.detach(), group=group)
     parts[group.rank()] = logits
-    return F.cross_entropy(torch.cat(parts, 1).flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
+    return F.cross_entropy(
+        torch.cat(parts, 1).flatten(0, 1), targets.flatten(), ignore_index=IGNORE
+    )
     # end exercise
 
 
@@ -581,10 +589,22 @@ def check_copy_without_no_grad(lab, group, seed):
     lab.right_copy_without_no_grad(parameter, value)
     hints = {"nothing arrived: a name bound anew changes no parameter": before}
     expect_close("the parameter", parameter.detach(), value, hints=hints)
-    expect(parameter.requires_grad, "the parameter is not trained any more", "requires_grad has to stay True")
-    expect(parameter.is_leaf, "the parameter is no leaf any more", "keep the copy out of its graph: no_grad")
+    expect(
+        parameter.requires_grad,
+        "the parameter is not trained any more",
+        "requires_grad has to stay True",
+    )
+    expect(
+        parameter.is_leaf,
+        "the parameter is no leaf any more",
+        "keep the copy out of its graph: no_grad",
+    )
     apart = parameter.data_ptr() != value.data_ptr()
-    expect(apart, "parameter and value share memory", "the next step would change both: copy the numbers")
+    expect(
+        apart,
+        "parameter and value share memory",
+        "the next step would change both: copy the numbers",
+    )
     linear(numbers(seed + 1, 3, 6)).sum().backward()
     optimizer.step()
     expect_close("the parameter after a step", parameter.detach(), value - parameter.grad)
@@ -597,7 +617,9 @@ def check_parallelize_order(lab, group, seed):
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     whole = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
-    weights = {name: numbers(seed + i, *t.shape) for i, (name, t) in enumerate(whole.state_dict().items())}
+    weights = {
+        name: numbers(seed + i, *t.shape) for i, (name, t) in enumerate(whole.state_dict().items())
+    }
     whole.load_state_dict(weights)
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
@@ -653,7 +675,11 @@ def check_untied_weights(lab, group, seed):
         for each in (model, whole):
             F.cross_entropy(each(ids), target).backward()
         for name, module in (("embedding", model.embed), ("head", model.head)):
-            expect(hasattr(module.weight, "full_tensor"), f"the {name} is not cut", "parallelize_module")
+            expect(
+                hasattr(module.weight, "full_tensor"),
+                f"the {name} is not cut",
+                "parallelize_module",
+            )
         count = len(list(model.parameters()))
         hint = "parallelize_module makes a Parameter for each: give the head the embedding's again"
         expect(not tied or count == 1, f"{count} parameters where one was shared", hint)
@@ -696,7 +722,11 @@ def check_f_per_projection(lab, group, seed):
         error = expect_close("dx", x.grad, total, hints=hints)
         calls, moved = backward.ops.get("all_reduce", [0, 0])
         hint = "one f for the block, at its entrance: dx of q, k and v is added up before it"
-        expect(calls == 1 and moved == x.nbytes, f"{calls} all-reduces, {moved} bytes of {x.nbytes}", hint)
+        expect(
+            calls == 1 and moved == x.nbytes,
+            f"{calls} all-reduces, {moved} bytes of {x.nbytes}",
+            hint,
+        )
     return f"1 all-reduce for 3 projections, dx off by {error:.0e}"
 
 
@@ -708,7 +738,9 @@ def check_returned_tuples(lab, group, seed):
         leaf = mine.clone().requires_grad_()
         out = leaf * 1
         with Traffic() as traffic:
-            result = lab.right_returned_tuples((out, weights) if name == "attention" else out, group)
+            result = lab.right_returned_tuples(
+                (out, weights) if name == "attention" else out, group
+            )
         if name == "attention":
             whole = isinstance(result, tuple) and len(result) == 2 and result[1] is weights
             expect(whole, "attention's weights are lost", "return a tuple: (the sum, *the rest)")
@@ -716,13 +748,23 @@ def check_returned_tuples(lab, group, seed):
         hints = {"out[0] of a tensor is its first sequence": torch.cat([total[:1], mine[1:]])}
         hints |= {"one rank's part: sum over the ranks": mine}
         error = expect_close(f"{name}'s output", result.detach(), total, hints=hints)
-        expect(torch.equal(out, mine), f"{name}'s own output is overwritten", "a sum in place: use g")
-        expect(result.requires_grad, f"{name}'s output has no graph", "use g, not a bare dist.all_reduce")
+        expect(
+            torch.equal(out, mine), f"{name}'s own output is overwritten", "a sum in place: use g"
+        )
+        expect(
+            result.requires_grad,
+            f"{name}'s output has no graph",
+            "use g, not a bare dist.all_reduce",
+        )
         (grad,) = torch.autograd.grad(result, leaf, dy)
         hints = {"P times too large: g's backward sends nothing": dy * group.size()}
         expect_close(f"{name}'s gradient", grad, dy, hints=hints)
         moved = traffic.bytes("all_reduce")
-        expect(moved == out.nbytes, f"{name} moved {moved} bytes, not {out.nbytes}", "one all-reduce will do")
+        expect(
+            moved == out.nbytes,
+            f"{name} moved {moved} bytes, not {out.nbytes}",
+            "one all-reduce will do",
+        )
     return f"tuple and tensor off by {error:.0e}"
 
 
@@ -762,14 +804,18 @@ def check_retain_grad(lab, group, seed):
         received = numbers(seed + 2, 3, 6)
         hidden = lab.right_retain_grad(received.clone(), dtype)
         expect(isinstance(hidden, torch.Tensor), "nothing is returned", "return the stage's input")
-        expect(hidden.dtype == dtype, f"the stage's input is {hidden.dtype}, not {dtype}", "cast it")
+        expect(
+            hidden.dtype == dtype, f"the stage's input is {hidden.dtype}, not {dtype}", "cast it"
+        )
         expect_close("the stage's input", hidden.detach(), received.to(dtype))
         expect(hidden.requires_grad, "the stage's input has no graph", "requires_grad_ on a leaf")
         hidden.matmul(weight.to(dtype)).backward(dy.to(dtype))
         got = hidden.grad if hidden.is_leaf or hidden.retains_grad else None
         hint = "after a cast it is no leaf: retain_grad(), or make it one with detach()"
         expect(got is not None, f"no gradient to send back ({dtype})", hint)
-        error = expect_close("the gradient to send back", got, dy.to(dtype) @ weight.to(dtype).T, 1e-2)
+        error = expect_close(
+            "the gradient to send back", got, dy.to(dtype) @ weight.to(dtype).T, 1e-2
+        )
     return f"gradient there in 3 dtypes, off by {error:.0e}"
 
 
@@ -784,7 +830,9 @@ def check_local_positions(lab, group, seed):
             hints = {"counted from 0 on every rank": local}
             hints |= {"the ranks before hold chunks of two sizes": local + rank * (length // world)}
             hints |= {"the ranks before hold chunks of two sizes, so": local + rank * chunk}
-            expect_close(f"positions of rank {rank} of {world}, {length} tokens,", mine, right, hints=hints)
+            expect_close(
+                f"positions of rank {rank} of {world}, {length} tokens,", mine, right, hints=hints
+            )
     return "each token at its own place"
 
 
@@ -795,7 +843,11 @@ def check_local_mask(lab, group, seed):
             start, queries = rows[0].item(), len(rows)
             mine = lab.right_local_mask(start, queries, length)
             hint = "True: may see; F.scaled_dot_product_attention takes that, or numbers to add"
-            expect(isinstance(mine, torch.Tensor) and mine.dtype == torch.bool, "the mask is not bool", hint)
+            expect(
+                isinstance(mine, torch.Tensor) and mine.dtype == torch.bool,
+                "the mask is not bool",
+                hint,
+            )
             right = torch.ones(length, length).tril()[rows]
             local = wrong_local_mask(start, queries, length)
             hints = {"the triangle starts at the rank's first token": local}
@@ -816,12 +868,16 @@ def check_chunk_boundary(lab, group, seed):
             right = F.pad(ids[:, 1:], (0, 1), value=IGNORE).tensor_split(world, 1)[rank]
             local = wrong_chunk_boundary(ids, rank, world)
             hints = {"each chunk's last token has a target too: shift first, cut then": local}
-            hints |= {"these are the tokens, not their successors": ids.tensor_split(world, 1)[rank]}
+            hints |= {
+                "these are the tokens, not their successors": ids.tensor_split(world, 1)[rank]
+            }
             around = ids.roll(-1, 1).tensor_split(world, 1)[rank]
             hints |= {"the last token of all has no target: IGNORE": around}
             hints = {text: t.float() for text, t in hints.items()}
             expect(isinstance(mine, torch.Tensor), "no targets", "return them")
-            expect_close(f"targets of rank {rank} of {world}", mine.float(), right.float(), hints=hints)
+            expect_close(
+                f"targets of rank {rank} of {world}", mine.float(), right.float(), hints=hints
+            )
         expect(torch.equal(ids, before), "the tokens are overwritten", "the model still needs them")
     return "one target lost in all, on 2 and 3 ranks"
 
@@ -839,13 +895,18 @@ def check_loss_without_graph(lab, group, seed):
     alone = F.cross_entropy(chunk.detach().flatten(0, 1), targets.chunk(world, 1)[rank].flatten())
     loss = lab.right_loss_without_graph(chunk, targets, group)
     hints = {"this is the mean over the rank's own tokens": alone}
-    hints |= {"a mean of means: ranks have different numbers of targets": all_reduce(alone, group) / world}
+    hints |= {
+        "a mean of means: ranks have different numbers of targets": all_reduce(alone, group) / world
+    }
     error = expect_close("the loss", loss, right.detach(), hints=hints)
     hint = "gathered tensors have no graph: put the rank's own logits back among them"
     expect(loss.requires_grad, "the loss has no graph", hint)
     loss.backward()
     grad = whole.grad.chunk(world, 1)[rank]
-    hints = {"P times too large: P ranks compute this loss and the gather's backward sums them": grad * world}
+    hints = {
+        "P times too large: P ranks compute this loss and the gather's backward sums them": grad
+        * world
+    }
     expect_close("the gradient of the rank's logits", chunk.grad, grad, hints=hints)
     return f"loss off by {error:.0e}, with its gradient"
 
@@ -892,10 +953,18 @@ def check_stale_result(lab, group, seed):
         stale = torch.where(result == total, total, stale)  # some of the sum may have been there
     hints = {"read before it was there: wait() on the handle": stale}
     error = expect_close("the sum", result, total, hints=hints)
-    expect(torch.equal(x, parts[rank]), "x is overwritten", "autograd may still need it: sum a copy")
-    expect(len(done) == 1, f"meanwhile() was called {len(done)} times", "once, while the sum is under way")
+    expect(
+        torch.equal(x, parts[rank]), "x is overwritten", "autograd may still need it: sum a copy"
+    )
+    expect(
+        len(done) == 1,
+        f"meanwhile() was called {len(done)} times",
+        "once, while the sum is under way",
+    )
     early = rank == 1 or done[0] < 0.4
-    expect(early, f"meanwhile() ran {done[0]:.1f} s late", "start with async_op=True, work, then wait")
+    expect(
+        early, f"meanwhile() ran {done[0]:.1f} s late", "start with async_op=True, work, then wait"
+    )
     return f"sum off by {error:.0e}; meanwhile() after {done[0]:.2f} s, before rank 1 came"
 
 
@@ -926,8 +995,16 @@ def check_adaptive_timing(lab, group, seed):
     expect(len(set(counts)) == 1 and not hung, f"the ranks ran {counts} steps{waits}", hint)
     expect(counts[0] >= 3, f"only {counts[0]} steps", "one to warm up, then enough for a median")
     told = [seconds for _, seconds in everyone]
-    expect(len(set(told)) == 1, f"the ranks say {told} s", "return the slowest rank's time, on every rank")
-    expect(seconds >= slow, f"{seconds:.4f} s, and rank 1 needs {slow} s", "take the maximum over the ranks")
+    expect(
+        len(set(told)) == 1,
+        f"the ranks say {told} s",
+        "return the slowest rank's time, on every rank",
+    )
+    expect(
+        seconds >= slow,
+        f"{seconds:.4f} s, and rank 1 needs {slow} s",
+        "take the maximum over the ranks",
+    )
     return f"{counts[0]} steps on every rank, {seconds * 1e3:.1f} ms each"
 
 
@@ -946,8 +1023,14 @@ def check_rank_0_clock(lab, group, seed):
     dist.barrier(group)  # late by this much, not by what a process took to start
     time.sleep(late * (rank == 1))
     everyone = on_every_rank(lab.right_rank_0_clock(step, group), group)
-    expect(all(isinstance(s, float) for s in everyone), f"the ranks say {everyone}", "return seconds")
-    expect(len(set(everyone)) == 1, f"the ranks say {[round(s, 3) for s in everyone]} s", "all the maximum")
+    expect(
+        all(isinstance(s, float) for s in everyone), f"the ranks say {everyone}", "return seconds"
+    )
+    expect(
+        len(set(everyone)) == 1,
+        f"the ranks say {[round(s, 3) for s in everyone]} s",
+        "all the maximum",
+    )
     seconds, least = everyone[0], work * (world - 1)
     hint = "rank 0 stops its clock when it has sent: take the maximum over the ranks"
     expect(seconds >= least, f"{seconds:.3f} s for work of {least:.3f} s", hint)
@@ -986,7 +1069,12 @@ def tiny_llama(seed):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 8}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+    }
     sizes |= {"vocab_size": 256, "tie_word_embeddings": True, "initializer_range": 0.1}
     return LlamaForCausalLM(LlamaConfig(**sizes))
 
@@ -1024,11 +1112,19 @@ def deviation(model, loss, group, seed):
             sums += torch.stack([(grad - right).square().sum(), right.square().sum()])
     wrong, right = all_reduce(sums, group).tolist()
     error = math.sqrt(wrong / right)
-    return {"loss": abs(loss - right_loss) / right_loss, "error": error, "seen": f"gradient {error:.2g} off"}
+    return {
+        "loss": abs(loss - right_loss) / right_loss,
+        "error": error,
+        "seen": f"gradient {error:.2g} off",
+    }
 
 
 def tensor_parallel_step(
-    group, seed, cut=right_transposed_weights, enter=right_f_per_projection, leave=right_returned_tuples
+    group,
+    seed,
+    cut=right_transposed_weights,
+    enter=right_f_per_projection,
+    leave=right_returned_tuples,
 ):
     """One step of the LLaMA cut as in tp.py, head whole; returns (model, loss, the backward's Traffic)."""
     model, ids = tiny_llama(seed), tokens(seed)
@@ -1038,7 +1134,9 @@ def tensor_parallel_step(
         for linear in (attention.q_proj, attention.k_proj, attention.v_proj):
             linear.weight = nn.Parameter(cut(linear.weight.detach(), rank, world))
         for linear in (mlp.gate_proj, mlp.up_proj):
-            linear.weight = nn.Parameter(right_transposed_weights(linear.weight.detach(), rank, world))
+            linear.weight = nn.Parameter(
+                right_transposed_weights(linear.weight.detach(), rank, world)
+            )
         for linear in (attention.o_proj, mlp.down_proj):  # row parallel
             linear.weight = nn.Parameter(linear.weight.detach().chunk(world, dim=1)[rank].clone())
         for block in (attention, mlp):
@@ -1067,7 +1165,9 @@ def sequence_parallel_step(
     def attention(module, q, k, v, attention_mask, scaling, **kwargs):  # q (b, heads, s/P, d)
         k, v = gather_tokens(k, group), gather_tokens(v, group)  # (b, kv heads, s, d)
         seen = mask(rank * q.shape[2], q.shape[2], k.shape[2])
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scaling, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen, scale=scaling, enable_gqa=True
+        )
         return out.transpose(1, 2).contiguous(), None
 
     AttentionInterface.register("gathered", attention)
@@ -1075,7 +1175,9 @@ def sequence_parallel_step(
     mine = ids.chunk(world, dim=1)[rank]  # (b, s/P)
     own = positions(ids.shape[1], rank, world)[None]
     logits = model(input_ids=mine, position_ids=own).logits  # (b, s/P, v)
-    loss = mean_loss(logits, torch.cat([targets(ids, r, world) for r in range(world)], dim=1), group)
+    loss = mean_loss(
+        logits, torch.cat([targets(ids, r, world) for r in range(world)], dim=1), group
+    )
     loss.backward()
     for parameter in model.parameters():  # whole on every rank, but each saw its own tokens only
         parameter.grad = all_reduce(parameter.grad, group)
@@ -1143,7 +1245,11 @@ def try_f_per_projection(way, group, seed):
     seen = deviation(model, loss, group, seed)
     calls = traffic.ops.get("all_reduce", [0])[0] / len(model.model.layers)
     text = f"{calls:g} all-reduces a layer; {seen['seen']}"
-    return seen | {"error": max(calls / 2 - 1, seen["error"]), "gradient": seen["error"], "seen": text}
+    return seen | {
+        "error": max(calls / 2 - 1, seen["error"]),
+        "gradient": seen["error"],
+        "seen": text,
+    }
 
 
 def try_returned_tuples(way, group, seed):
@@ -1296,7 +1402,9 @@ def told_autograd_kwargs(group):
 def told_returned_tuples(group):
     """LLaMA's attention returns 3 things"""
     model, seen = tiny_llama(0), []
-    model.model.layers[0].self_attn.register_forward_hook(lambda module, args, out: seen.append(len(out)))
+    model.model.layers[0].self_attn.register_forward_hook(
+        lambda module, args, out: seen.append(len(out))
+    )
     model(tokens(0))
     return seen == [3], f"it returns {seen[0]}"
 
@@ -1373,7 +1481,11 @@ def try_all(group, answers, bug, names, seed):
                     row[kind] = trial(getattr(lab, f"{kind}_{name}"), own, seed)
                 except Exception as problem:  # what the wrong way is there to show
                     first = str(problem).partition("\n")[0]
-                    row[kind] = {"loss": None, "error": None, "seen": f"{type(problem).__name__}: {first}"}
+                    row[kind] = {
+                        "loss": None,
+                        "error": None,
+                        "seen": f"{type(problem).__name__}: {first}",
+                    }
         if told:
             row["told"] = told(short_lived(group, 20))
     return rows
@@ -1420,7 +1532,9 @@ def experiment(args):
         rows.append([name, PITFALLS[name][1], short(seen), off, short(right)])
         if "told" in ranks[0][name]:
             so, seen = row["told"] = ranks[0][name]["told"]
-            told.append([name, PITFALLS[name][2].__doc__, "so it is" if so else "not so", short(seen, 58)])
+            told.append(
+                [name, PITFALLS[name][2].__doc__, "so it is" if so else "not so", short(seen, 58)]
+            )
         pitfalls[name] = row
     print_table(*rows)
     if told:
@@ -1440,19 +1554,32 @@ def draw(results, path):
     rows = []
     for name, row in results.get("pitfalls", {}).items():
         wrong = row["wrong"]
-        if wrong["loss"] is not None and "gradient" not in wrong:  # f_per_projection costs, it is not wrong
-            rows.append((name, max(wrong["loss"], floor), 1.0 if wrong["error"] is None else wrong["error"]))
+        if (
+            wrong["loss"] is not None and "gradient" not in wrong
+        ):  # f_per_projection costs, it is not wrong
+            rows.append(
+                (name, max(wrong["loss"], floor), 1.0 if wrong["error"] is None else wrong["error"])
+            )
     rows.sort(key=lambda row: row[2] / row[1])
     figure, axis = pyplot.subplots(figsize=(9, 1.8 + 0.45 * len(rows)))
     for place, (_, loss, error) in enumerate(rows):
         axis.plot([loss, error], [place, place], color="#999999", lw=2, zorder=1)
     places = range(len(rows))
-    axis.scatter([loss for _, loss, _ in rows], places, s=70, color="#0072B2", label="the loss is off by")
     axis.scatter(
-        [e for *_, e in rows], places, s=70, color="#D55E00", marker="D", label="the gradient is off by"
+        [loss for _, loss, _ in rows], places, s=70, color="#0072B2", label="the loss is off by"
+    )
+    axis.scatter(
+        [e for *_, e in rows],
+        places,
+        s=70,
+        color="#D55E00",
+        marker="D",
+        label="the gradient is off by",
     )
     axis.set_yticks(places, [name for name, *_ in rows])
-    axis.set(xscale="log", xlim=(floor / 2, 10), xlabel="relative to one device (1e-8 stands for exact)")
+    axis.set(
+        xscale="log", xlim=(floor / 2, 10), xlabel="relative to one device (1e-8 stands for exact)"
+    )
     axis.set_title("What the loss would have shown, and what is wrong", loc="left")
     axis.set_axisbelow(True)
     axis.grid(axis="x", color="#dddddd", lw=0.5)
@@ -1471,7 +1598,9 @@ def draw(results, path):
 def next_ranks_rows(lab):
     """transposed_weights: each rank holds the rows of the next one."""
     right = lab.right_transposed_weights
-    lab.right_transposed_weights = lambda weight, rank, world: right(weight, (rank + 1) % world, world)
+    lab.right_transposed_weights = lambda weight, rank, world: right(
+        weight, (rank + 1) % world, world
+    )
 
 
 def shared_memory(lab):
@@ -1515,7 +1644,10 @@ def g_sums_both_ways(lab):
 def tensors_in_the_dict(lab):
     """autograd_kwargs: all keywords go in as one dict, detached, where autograd does not look."""
     lab.right_autograd_kwargs = lambda block, x, **kwargs: Recompute.apply(
-        block, {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}, [], x
+        block,
+        {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()},
+        [],
+        x,
     )
 
 
@@ -1633,9 +1765,13 @@ def expect_close(name, mine, right, tolerance=1e-5, hints=None):
     hints {text: tensor}: if mine is that tensor instead, the text is the hint.
     """
     expect(
-        isinstance(mine, torch.Tensor), f"{name} is {type(mine).__name__}, not a tensor", "return the result"
+        isinstance(mine, torch.Tensor),
+        f"{name} is {type(mine).__name__}, not a tensor",
+        "return the result",
     )
-    expect(mine.shape == right.shape, f"{name} has shape {tuple(mine.shape)}, not {tuple(right.shape)}")
+    expect(
+        mine.shape == right.shape, f"{name} has shape {tuple(mine.shape)}, not {tuple(right.shape)}"
+    )
 
     def error(other):
         apart = torch.linalg.vector_norm((mine - other).double())
@@ -1644,7 +1780,11 @@ def expect_close(name, mine, right, tolerance=1e-5, hints=None):
     known = [text for text, other in (hints or {}).items() if other.shape == right.shape]
     known = [text for text in known if error(hints[text]) <= tolerance < error(right)]
     hint = known[0] if known else ""
-    expect(error(right) <= tolerance, f"{name} is off by {error(right):.1e} (at most {tolerance:.0e})", hint)
+    expect(
+        error(right) <= tolerance,
+        f"{name} is off by {error(right):.1e} (at most {tolerance:.0e})",
+        hint,
+    )
     return error(right)
 
 
@@ -1658,7 +1798,10 @@ class Traffic(torch.utils._python_dispatch.TorchDispatchMode):
 
     OPS = {"allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter"}
     OPS |= {"alltoall": "all_to_all", "send": "send", "broadcast": "broadcast", "reduce": "reduce"}
-    OPS |= {"gather": "gather", "scatter": "scatter"}  # a name starts with one of these, the first that fits
+    OPS |= {
+        "gather": "gather",
+        "scatter": "scatter",
+    }  # a name starts with one of these, the first that fits
 
     def __init__(self):
         super().__init__()
@@ -1672,7 +1815,9 @@ class Traffic(torch.utils._python_dispatch.TorchDispatchMode):
         name = func._opname.replace("_", "")
         op = next((op for start, op in self.OPS.items() if name.startswith(start)), None)
         if op and func.namespace in ("c10d", "_c10d_functional"):
-            tensors = [[t for t in tree_leaves(x) if isinstance(t, torch.Tensor)] for x in (*args, out)]
+            tensors = [
+                [t for t in tree_leaves(x) if isinstance(t, torch.Tensor)] for x in (*args, out)
+            ]
             sizes = [sum(t.nbytes for t in ts) for ts in tensors]
             if op == "all_to_all":  # c10d names the output before the input
                 sizes = [sizes[1 if func.namespace == "c10d" else 0]]
@@ -1694,7 +1839,9 @@ def load(path):
 # Copied from labs/lab1_collectives.py
 def rank_main(rank, world, rendezvous, pipe, limit, function, args):
     """A rank's process: join the others, run function(group, *args), send back what it returns."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # gloo complains there about ranks that others' errors ended
+    os.dup2(
+        os.open(os.devnull, os.O_WRONLY), 2
+    )  # gloo complains there about ranks that others' errors ended
     signal.alarm(limit)  # its parent ends it long before; this is for a parent that was killed
     torch.set_num_threads(1)
     # torch 2.13 renames all_gather_into_tensor and reduce_scatter_tensor; 2.11 knows only these names
@@ -1724,9 +1871,13 @@ def on_ranks(world, function, *args, timeout=60):
     Raises Wrong: the first one that a rank raised, or one naming the ranks still busy after `timeout`
     seconds. function is one of a module's own, and args and results can be pickled.
     """
-    context = multiprocessing.get_context("forkserver")  # forks ranks from a process that has torch already
+    context = multiprocessing.get_context(
+        "forkserver"
+    )  # forks ranks from a process that has torch already
     heavy = {"torch.distributed", "transformers.models.llama.modeling_llama"} & sys.modules.keys()
-    context.set_forkserver_preload([*heavy, "torch._dynamo"])  # the first dispatch mode imports that: 2 s
+    context.set_forkserver_preload(
+        [*heavy, "torch._dynamo"]
+    )  # the first dispatch mode imports that: 2 s
     with tempfile.TemporaryDirectory() as folder, ExitStack() as ending:
         pipes = {}
         for rank in range(world):
@@ -1743,7 +1894,9 @@ def on_ranks(world, function, *args, timeout=60):
         while busy:
             ready = connection.wait(busy, max(0, end - time.monotonic()))
             silent = ", ".join(map(str, busy.values()))
-            hint = "a send without its recv, a collective that some rank skips, or a loop without end"
+            hint = (
+                "a send without its recv, a collective that some rank skips, or a loop without end"
+            )
             expect(ready, f"no answer from rank {silent} in {timeout} s", hint)
             wrong = []
             for pipe in ready:
@@ -1772,10 +1925,14 @@ def check_on_rank(group, answers, bug, name, seed):
 # Copied from labs/lab1_collectives.py
 def print_table(*rows):
     """Columns aligned to the left, after an empty line."""
-    cells = [[f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+    cells = [
+        [f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows
+    ]
     widths = [max(map(len, column)) for column in zip(*cells)]
     print(
-        "", *("  " + "   ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in cells), sep="\n"
+        "",
+        *("  " + "   ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in cells),
+        sep="\n",
     )
 
 
@@ -1816,16 +1973,23 @@ def main(argv=None):
         if args.inject_bug not in (None, *(bug.__name__ for bug in BUGS)):
             raise Unusable(f"no bug {args.inject_bug}; --inject-bug list names them")
         for path in (args.json, args.plot):
-            if path and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):
+            if path and (
+                Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)
+            ):
                 raise Unusable(f"cannot write {path}: a directory, or in none that can be written")
         results = {"lab": Path(__file__).stem, "exercises": run_checks(args), **experiment(args)}
         failed = [name for name, result in results["exercises"].items() if not result["passed"]]
         failed += [name for name in results.get("failed", []) if name not in failed]
         results["passed"] = not failed
         count = f"all {len(results['exercises'])} exercises' checks hold"
-        print(f"\n{'FAIL' if failed else 'PASS'} {results['lab']}: {', '.join(failed) or count}", flush=True)
+        print(
+            f"\n{'FAIL' if failed else 'PASS'} {results['lab']}: {', '.join(failed) or count}",
+            flush=True,
+        )
         if args.json:
-            write_whole(args.json, lambda path: Path(path).write_text(json.dumps(results, indent=1) + "\n"))
+            write_whole(
+                args.json, lambda path: Path(path).write_text(json.dumps(results, indent=1) + "\n")
+            )
         if args.plot:
             write_whole(args.plot, partial(draw, results))
         return 1 if failed else 0
@@ -1845,14 +2009,17 @@ class Parser(argparse.ArgumentParser):
         raise Unusable(message)
 
 
-# Copied from tp.py
+# Copied from labs/grade.py
 def write_whole(path, write):
     """Have write(another path) make the file, then name it path: whole or not at all, or Unusable."""
     draft = f"{path}.{os.getpid()}{Path(path).suffix}"
     try:
         write(draft)
         os.replace(draft, path)
-    except (OSError, ValueError) as problem:  # a full disk; a picture of a kind that matplotlib lacks
+    except (
+        OSError,
+        ValueError,
+    ) as problem:  # a full disk; a picture of a kind that matplotlib lacks
         raise Unusable(f"cannot write {path}: {problem}") from None
     finally:
         Path(draft).unlink(missing_ok=True)

@@ -171,8 +171,12 @@ class SPLinear(torch.autograd.Function):
         x = x.contiguous()
         # exercise: sp_linear
         ctx.save_for_backward(x, weight)
-        total = BUFFER.get_tensor((group.size() * x.shape[0], *x.shape[1:]), x.dtype, "mpu")  # (s, b, h)
-        dist.all_gather_into_tensor(total, x, group=group)  # nothing to hide it under: the GEMM reads it
+        total = BUFFER.get_tensor(
+            (group.size() * x.shape[0], *x.shape[1:]), x.dtype, "mpu"
+        )  # (s, b, h)
+        dist.all_gather_into_tensor(
+            total, x, group=group
+        )  # nothing to hide it under: the GEMM reads it
         return F.linear(total, weight, bias)
         # end exercise
 
@@ -226,7 +230,12 @@ class Link(torch.utils._python_dispatch.TorchDispatchMode):
 
     def __init__(self, gemms, seconds_per_byte=0.0, late=0.0, mode="overlapped"):
         super().__init__()
-        self.gemms, self.seconds_per_byte, self.late, self.mode = gemms, seconds_per_byte, late, mode
+        self.gemms, self.seconds_per_byte, self.late, self.mode = (
+            gemms,
+            seconds_per_byte,
+            late,
+            mode,
+        )
         self.log, self.messages, self.traffic = [], [], Traffic()
 
     def __enter__(self):
@@ -285,7 +294,9 @@ class Link(torch.utils._python_dispatch.TorchDispatchMode):
 
 LATE = 0.1  # seconds that one of the ranks joins each message late
 START = "start the message before the GEMM that hides it"
-WAIT = "wait after the GEMM, which then hides the message, and before its result is read or returned"
+WAIT = (
+    "wait after the GEMM, which then hides the message, and before its result is read or returned"
+)
 TP_ORDER = [  # (first, then, hint)
     ("dgrad", "start all_reduce", "it sends dx"),
     ("start all_reduce", "wgrad", START),
@@ -303,7 +314,7 @@ SP_ORDER = [
 
 # Copied from tp.py
 def split(n, rank, world):
-    """[start, end) of the rank's share of n things: contiguous, the first n % world ranks hold one more."""
+    """[start, end) of the rank's share of n things: the first n % world ranks hold one more."""
     base, extra = divmod(n, world)
     return rank * base + min(rank, extra), (rank + 1) * base + min(rank + 1, extra)
 
@@ -345,7 +356,9 @@ def draw_layers(seed, group, way):
     generator = torch.Generator().manual_seed(seed)
     layers = []
     for bias in True, False:
-        n, h, o = (torch.randint(low, low + 5, (), generator=generator).item() for low in (3, 8, 11))
+        n, h, o = (
+            torch.randint(low, low + 5, (), generator=generator).item() for low in (3, 8, 11)
+        )
         layers.append(one_device(generator, group, n * group.size(), 2, h, o, way, bias))
     return layers
 
@@ -387,7 +400,9 @@ def check_layers(function, group, seed, way, order, forward, backward):
     def expect_moved(link, ops):
         """Each of ops once, all tokens in it."""
         wanted = {op: [1, layer.x.nbytes * group.size() ** (way == "SP")] for op in ops}
-        expect(link.traffic.ops == wanted, f"[calls, bytes] moved: {link.traffic.ops}, not {wanted}")
+        expect(
+            link.traffic.ops == wanted, f"[calls, bytes] moved: {link.traffic.ops}, not {wanted}"
+        )
 
     for layer in layers:
         layer.given = [t.detach().clone() for t in (layer.x, layer.weight, layer.dy)]
@@ -406,7 +421,11 @@ def check_layers(function, group, seed, way, order, forward, backward):
         summed = {"every rank's part of dx goes into the sum, before it is returned": layer.own_dx}
         worst = max(worst, expect_close("dx", early, layer.dx, hints=summed))
     for layer in layers:  # after the other layer has used the buffer
-        got = [("y", layer.out, layer.y), ("dx", layer.x.grad, layer.dx), ("dW", layer.weight.grad, layer.dw)]
+        got = [
+            ("y", layer.out, layer.y),
+            ("dx", layer.x.grad, layer.dx),
+            ("dW", layer.weight.grad, layer.dw),
+        ]
         got += [("db", layer.bias.grad, layer.db)] if layer.bias is not None else []
         for name, mine, right in got:
             expect(mine is not None, f"{name} is None")
@@ -414,8 +433,12 @@ def check_layers(function, group, seed, way, order, forward, backward):
                 worst = max(worst, expect_close(name, mine, right))
                 continue
             expect_close(f"{name}, after another layer's turn,", mine, right)
-        for name, now, before in zip(["x", "weight", "dy"], (layer.x, layer.weight, layer.dy), layer.given):
-            expect(torch.equal(now, before), f"{name} is overwritten", "a collective works in place")
+        for name, now, before in zip(
+            ["x", "weight", "dy"], (layer.x, layer.weight, layer.dy), layer.given
+        ):
+            expect(
+                torch.equal(now, before), f"{name} is overwritten", "a collective works in place"
+            )
     return worst, layers[0]
 
 
@@ -468,7 +491,9 @@ def check_accumulation_fusion(lab, group, seed):
     alone = grad.flatten(0, 1).T @ x.flatten(0, 1)
     expect_close("dW without main_grad", lab.weight_gradient(grad, x, None), alone, 1e-2)
     weight.main_grad = main_grad
-    for _ in range(batches):  # the same sign in all microbatches: as gradients are, and where bfloat16 stalls
+    for _ in range(
+        batches
+    ):  # the same sign in all microbatches: as gradients are, and where bfloat16 stalls
         x, grad = randn(s, b, h).abs().bfloat16(), randn(s, b, o).abs().bfloat16()
         y = lab.tp_linear(x.requires_grad_(), weight, None, group)
         y.backward(grad)
@@ -476,7 +501,9 @@ def check_accumulation_fusion(lab, group, seed):
         right += grad.double().T @ x.double()
         rounded += (grad.T @ x).float()
         in_bfloat16 += grad.T @ x
-    expect(weight.grad is None, "a gradient tensor is made too", "return None where main_grad got it")
+    expect(
+        weight.grad is None, "a gradient tensor is made too", "return None where main_grad got it"
+    )
     hints = {
         "the product is rounded to bfloat16 before it is added": rounded,
         "it is added up in bfloat16": in_bfloat16.float(),
@@ -547,7 +574,9 @@ def run_backward(group, layer, y, **link):
 def hidden(run):
     """The fraction of a run's message time during which a GEMM runs."""
     gemms = [(begin, end) for what, begin, end in run["log"] if what in ("dgrad", "wgrad")]
-    under = sum(max(0, min(end, e) - max(begin, b)) for _, begin, end in run["messages"] for b, e in gemms)
+    under = sum(
+        max(0, min(end, e) - max(begin, b)) for _, begin, end in run["messages"] for b, e in gemms
+    )
     return under / sum(end - begin for _, begin, end in run["messages"])
 
 
@@ -566,7 +595,9 @@ def timings_on_rank(group, seed, pairs):
             runs[way, ratio], pace = [], ratio * gemm / wire
             for i in range(pairs if ratio == 1 else 3):
                 pair = {}
-                for mode in ("blocking", "overlapped")[:: (-1) ** i]:  # they take turns at going first
+                for mode in ("blocking", "overlapped")[
+                    :: (-1) ** i
+                ]:  # they take turns at going first
                     pair[mode] = run_backward(group, layer, y, seconds_per_byte=pace, mode=mode)
                     expect_close("dx", layer.x.grad, layer.dx)
                     expect_close("dW", layer.weight.grad, layer.dw)
@@ -590,8 +621,12 @@ def timings(args):
     ranks = on_ranks(2, timings_on_rank, args.seed, args.pairs, timeout=120)
     gemm, rows, timelines = ranks[0][0], [], {}
     for way, ratio in ranks[0][1]:
-        pairs = list(zip(*(runs[way, ratio] for _, runs in ranks)))  # [pair][rank][blocking, overlapped]
-        seconds = [[max(rank[mode]["seconds"] for rank in pair) for mode in (0, 1)] for pair in pairs]
+        pairs = list(
+            zip(*(runs[way, ratio] for _, runs in ranks))
+        )  # [pair][rank][blocking, overlapped]
+        seconds = [
+            [max(rank[mode]["seconds"] for rank in pair) for mode in (0, 1)] for pair in pairs
+        ]
         gains = [blocking / overlapped for blocking, overlapped in seconds]
         blocking, overlapped = (statistics.median(column) for column in zip(*seconds))
         row = {"way": way, "ratio": ratio, "blocking_s": blocking, "overlapped_s": overlapped}
@@ -604,10 +639,21 @@ def timings(args):
         if ratio == 1:
             middle = gains.index(statistics.median_low(gains))
             timelines[way] = dict(zip(["blocking", "overlapped"], pairs[middle][0]))
-    print(f"\na backward on 2 ranks, {TOKENS} tokens, {HIDDEN} -> {FEATURES // 2} features each;", end=" ")
+    print(
+        f"\na backward on 2 ranks, {TOKENS} tokens, {HIDDEN} -> {FEATURES // 2} features each;",
+        end=" ",
+    )
     print(f"a GEMM takes {1000 * gemm:.0f} ms; medians of {args.pairs} pairs, or 3")
     print("(messages / GEMMs and at best: of the blocking runs, were each message under its GEMM)")
-    head = ["", "messages / GEMMs", "blocking ms", "overlapped ms", "gain", "at best", "message time hidden"]
+    head = [
+        "",
+        "messages / GEMMs",
+        "blocking ms",
+        "overlapped ms",
+        "gain",
+        "at best",
+        "message time hidden",
+    ]
     print_table(head, *(
         [r["way"], f"{r['message_over_gemm']:.2f}", f"{1000 * r['blocking_s']:.0f}",
          f"{1000 * r['overlapped_s']:.0f}", f"{r['gain']:.2f}", f"{r['at_best']:.2f}", f"{r['hidden']:.0%}"]
@@ -629,7 +675,11 @@ def unwaited_on_rank(group, seed):
             y = function(layer.x, layer.weight, layer.bias, group)
             with Link(layer.gemms, late=LATE_RANK_1 * group.rank(), mode=mode):
                 y.backward(layer.dy)
-                row = {"way": way, "waits": mode == "overlapped", "dx": wrong(layer.x.grad, layer.dx)}
+                row = {
+                    "way": way,
+                    "waits": mode == "overlapped",
+                    "dx": wrong(layer.x.grad, layer.dx),
+                }
                 rows.append(row | {"dw": wrong(layer.weight.grad, layer.dw)})
     return rows
 
@@ -645,7 +695,9 @@ def unwaited(args):
         [r["way"], "called" if r["waits"] else "left out", f"{r['dx']:.0%}", f"{r['dw']:.0%}"] for r in rows
     ))  # fmt: skip
     holds = {
-        "who waits reads the right gradients": all(r["dx"] == r["dw"] == 0 for r in rows if r["waits"]),
+        "who waits reads the right gradients": all(
+            r["dx"] == r["dw"] == 0 for r in rows if r["waits"]
+        ),
         "who does not wait reads a wrong dx": all(r["dx"] > 0.9 for r in rows if not r["waits"]),
     }
     return rows, [text for text, held in holds.items() if not held]
@@ -694,7 +746,9 @@ def aliasing_on_rank(group, seed):
             memory |= sizes
         for layer in reversed(layers):
             layer.out.backward(layer.dy)
-        errors = [(torch.norm(one.weight.grad - one.dw) / torch.norm(one.dw)).item() for one in layers]
+        errors = [
+            (torch.norm(one.weight.grad - one.dw) / torch.norm(one.dw)).item() for one in layers
+        ]
         rows.append({"kept": kept, "bytes": sum(memory.values()), "dw_errors": errors})
     return rows
 
@@ -704,7 +758,9 @@ def aliasing(args):
     rows = on_ranks(2, aliasing_on_rank, args.seed)[0]
     print("\ntwo layers, each with an x (128, 2, 256) of its own: how far off is its dW?")
     head = ["kept for the backward", "bytes", "first layer's dW", "second layer's dW"]
-    print_table(head, *([r["kept"], r["bytes"], *(f"{e:.0%}" for e in r["dw_errors"])] for r in rows))
+    print_table(
+        head, *([r["kept"], r["bytes"], *(f"{e:.0%}" for e in r["dw_errors"])] for r in rows)
+    )
     shard, own, (first, second) = (row["dw_errors"] for row in rows)
     holds = {
         "what is gathered again, or kept in its own memory, is right": max(shard + own) < 1e-5,
@@ -741,7 +797,9 @@ def draw(results, path):
     right.plot(*measured, "o", color=DGRAD, label="measured, medians")
     right.set_xscale("log", base=2)
     right.set_xticks(RATIOS, [f"{ratio:g}" for ratio in RATIOS])
-    right.set(xlabel="M / C: time of the messages / of the GEMMs", ylabel="blocking / overlapped time")
+    right.set(
+        xlabel="M / C: time of the messages / of the GEMMs", ylabel="blocking / overlapped time"
+    )
     right.set(ylim=(0.7, 2.1), title="SP: the gain at other speeds of the link")
     right.legend(loc="lower center")
     for axis in left, right:
@@ -763,14 +821,17 @@ def draw_timelines(axis, timelines):
                 axis.barh(row + lane, 1000 * (end - begin), left=1000 * begin, **box)
                 label = what.replace("_", "-")
                 colour = "white" if what == "dgrad" else "black"
-                axis.text(500 * (begin + end), row + lane, label, ha="center", va="center", color=colour)
+                axis.text(
+                    500 * (begin + end), row + lane, label, ha="center", va="center", color=colour
+                )
             axis.plot([1000 * run["seconds"]] * 2, [row - 0.5, row + 1.5], color="black", lw=1.5)
             ticks += [(row, f"{way}, {mode}: link"), (row + 1, "processor")]
             row += 3 if mode == "overlapped" else 2.4
     axis.set_yticks(*zip(*ticks))
     axis.invert_yaxis()
     axis.set(
-        xlabel="ms since the backward began (black: it returns)", title="rank 0's backward, as it was logged"
+        xlabel="ms since the backward began (black: it returns)",
+        title="rank 0's backward, as it was logged",
     )
 
 
@@ -859,13 +920,17 @@ def dx_in_shared_buffer(lab):
 
 def buffer_never_reused(lab):
     """Every get_tensor() allocates."""
-    lab.GlobalMemoryBuffer.get_tensor = lambda self, shape, dtype, name: torch.empty(shape, dtype=dtype)
+    lab.GlobalMemoryBuffer.get_tensor = lambda self, shape, dtype, name: torch.empty(
+        shape, dtype=dtype
+    )
 
 
 def buffer_ignores_name(lab):
     """Two names share memory."""
     right = lab.GlobalMemoryBuffer.get_tensor
-    lab.GlobalMemoryBuffer.get_tensor = lambda self, shape, dtype, name: right(self, shape, dtype, "mpu")
+    lab.GlobalMemoryBuffer.get_tensor = lambda self, shape, dtype, name: right(
+        self, shape, dtype, "mpu"
+    )
 
 
 def buffer_shrinks(lab):
@@ -951,9 +1016,13 @@ def expect_close(name, mine, right, tolerance=1e-5, hints=None):
     hints {text: tensor}: if mine is that tensor instead, the text is the hint.
     """
     expect(
-        isinstance(mine, torch.Tensor), f"{name} is {type(mine).__name__}, not a tensor", "return the result"
+        isinstance(mine, torch.Tensor),
+        f"{name} is {type(mine).__name__}, not a tensor",
+        "return the result",
     )
-    expect(mine.shape == right.shape, f"{name} has shape {tuple(mine.shape)}, not {tuple(right.shape)}")
+    expect(
+        mine.shape == right.shape, f"{name} has shape {tuple(mine.shape)}, not {tuple(right.shape)}"
+    )
 
     def error(other):
         apart = torch.linalg.vector_norm((mine - other).double())
@@ -962,7 +1031,11 @@ def expect_close(name, mine, right, tolerance=1e-5, hints=None):
     known = [text for text, other in (hints or {}).items() if other.shape == right.shape]
     known = [text for text in known if error(hints[text]) <= tolerance < error(right)]
     hint = known[0] if known else ""
-    expect(error(right) <= tolerance, f"{name} is off by {error(right):.1e} (at most {tolerance:.0e})", hint)
+    expect(
+        error(right) <= tolerance,
+        f"{name} is off by {error(right):.1e} (at most {tolerance:.0e})",
+        hint,
+    )
     return error(right)
 
 
@@ -976,7 +1049,10 @@ class Traffic(torch.utils._python_dispatch.TorchDispatchMode):
 
     OPS = {"allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter"}
     OPS |= {"alltoall": "all_to_all", "send": "send", "broadcast": "broadcast", "reduce": "reduce"}
-    OPS |= {"gather": "gather", "scatter": "scatter"}  # a name starts with one of these, the first that fits
+    OPS |= {
+        "gather": "gather",
+        "scatter": "scatter",
+    }  # a name starts with one of these, the first that fits
 
     def __init__(self):
         super().__init__()
@@ -990,7 +1066,9 @@ class Traffic(torch.utils._python_dispatch.TorchDispatchMode):
         name = func._opname.replace("_", "")
         op = next((op for start, op in self.OPS.items() if name.startswith(start)), None)
         if op and func.namespace in ("c10d", "_c10d_functional"):
-            tensors = [[t for t in tree_leaves(x) if isinstance(t, torch.Tensor)] for x in (*args, out)]
+            tensors = [
+                [t for t in tree_leaves(x) if isinstance(t, torch.Tensor)] for x in (*args, out)
+            ]
             sizes = [sum(t.nbytes for t in ts) for ts in tensors]
             if op == "all_to_all":  # c10d names the output before the input
                 sizes = [sizes[1 if func.namespace == "c10d" else 0]]
@@ -1012,7 +1090,9 @@ def load(path):
 # Copied from labs/lab1_collectives.py
 def rank_main(rank, world, rendezvous, pipe, limit, function, args):
     """A rank's process: join the others, run function(group, *args), send back what it returns."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # gloo complains there about ranks that others' errors ended
+    os.dup2(
+        os.open(os.devnull, os.O_WRONLY), 2
+    )  # gloo complains there about ranks that others' errors ended
     signal.alarm(limit)  # its parent ends it long before; this is for a parent that was killed
     torch.set_num_threads(1)
     # torch 2.13 renames all_gather_into_tensor and reduce_scatter_tensor; 2.11 knows only these names
@@ -1042,9 +1122,13 @@ def on_ranks(world, function, *args, timeout=60):
     Raises Wrong: the first one that a rank raised, or one naming the ranks still busy after `timeout`
     seconds. function is one of a module's own, and args and results can be pickled.
     """
-    context = multiprocessing.get_context("forkserver")  # forks ranks from a process that has torch already
+    context = multiprocessing.get_context(
+        "forkserver"
+    )  # forks ranks from a process that has torch already
     heavy = {"torch.distributed", "transformers.models.llama.modeling_llama"} & sys.modules.keys()
-    context.set_forkserver_preload([*heavy, "torch._dynamo"])  # the first dispatch mode imports that: 2 s
+    context.set_forkserver_preload(
+        [*heavy, "torch._dynamo"]
+    )  # the first dispatch mode imports that: 2 s
     with tempfile.TemporaryDirectory() as folder, ExitStack() as ending:
         pipes = {}
         for rank in range(world):
@@ -1061,7 +1145,9 @@ def on_ranks(world, function, *args, timeout=60):
         while busy:
             ready = connection.wait(busy, max(0, end - time.monotonic()))
             silent = ", ".join(map(str, busy.values()))
-            hint = "a send without its recv, a collective that some rank skips, or a loop without end"
+            hint = (
+                "a send without its recv, a collective that some rank skips, or a loop without end"
+            )
             expect(ready, f"no answer from rank {silent} in {timeout} s", hint)
             wrong = []
             for pipe in ready:
@@ -1090,10 +1176,14 @@ def check_on_rank(group, answers, bug, name, seed):
 # Copied from labs/lab1_collectives.py
 def print_table(*rows):
     """Columns aligned to the left, after an empty line."""
-    cells = [[f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+    cells = [
+        [f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows
+    ]
     widths = [max(map(len, column)) for column in zip(*cells)]
     print(
-        "", *("  " + "   ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in cells), sep="\n"
+        "",
+        *("  " + "   ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in cells),
+        sep="\n",
     )
 
 
@@ -1134,16 +1224,23 @@ def main(argv=None):
         if args.inject_bug not in (None, *(bug.__name__ for bug in BUGS)):
             raise Unusable(f"no bug {args.inject_bug}; --inject-bug list names them")
         for path in (args.json, args.plot):
-            if path and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):
+            if path and (
+                Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)
+            ):
                 raise Unusable(f"cannot write {path}: a directory, or in none that can be written")
         results = {"lab": Path(__file__).stem, "exercises": run_checks(args), **experiment(args)}
         failed = [name for name, result in results["exercises"].items() if not result["passed"]]
         failed += [name for name in results.get("failed", []) if name not in failed]
         results["passed"] = not failed
         count = f"all {len(results['exercises'])} exercises' checks hold"
-        print(f"\n{'FAIL' if failed else 'PASS'} {results['lab']}: {', '.join(failed) or count}", flush=True)
+        print(
+            f"\n{'FAIL' if failed else 'PASS'} {results['lab']}: {', '.join(failed) or count}",
+            flush=True,
+        )
         if args.json:
-            write_whole(args.json, lambda path: Path(path).write_text(json.dumps(results, indent=1) + "\n"))
+            write_whole(
+                args.json, lambda path: Path(path).write_text(json.dumps(results, indent=1) + "\n")
+            )
         if args.plot:
             write_whole(args.plot, partial(draw, results))
         return 1 if failed else 0
@@ -1168,7 +1265,7 @@ class Parser(argparse.ArgumentParser):
         raise Unusable(message)
 
 
-# Copied from tp.py
+# Copied from labs/grade.py
 def positive(text):
     """A whole number of at least 1, for argparse."""
     if not text.isdecimal() or int(text) < 1:
@@ -1176,14 +1273,17 @@ def positive(text):
     return int(text)
 
 
-# Copied from tp.py
+# Copied from labs/grade.py
 def write_whole(path, write):
     """Have write(another path) make the file, then name it path: whole or not at all, or Unusable."""
     draft = f"{path}.{os.getpid()}{Path(path).suffix}"
     try:
         write(draft)
         os.replace(draft, path)
-    except (OSError, ValueError) as problem:  # a full disk; a picture of a kind that matplotlib lacks
+    except (
+        OSError,
+        ValueError,
+    ) as problem:  # a full disk; a picture of a kind that matplotlib lacks
         raise Unusable(f"cannot write {path}: {problem}") from None
     finally:
         Path(draft).unlink(missing_ok=True)
@@ -1191,7 +1291,9 @@ def write_whole(path, write):
 
 def add_options(parser):
     """The options of this lab's own."""
-    parser.add_argument("--pairs", type=positive, default=7, help="timings of each way, blocking and not (7)")
+    parser.add_argument(
+        "--pairs", type=positive, default=7, help="timings of each way, blocking and not (7)"
+    )
 
 
 if __name__ == "__main__":

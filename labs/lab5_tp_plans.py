@@ -128,7 +128,9 @@ def parallelize(model, mesh, plan):
             raise ValueError(f"the plan's {pattern} fits no module of {type(model).__name__}")
     parallelize_module(model, mesh, plan)
     if model.config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight  # rows of the vocabulary, both of them
+        model.lm_head.weight = (
+            model.model.embed_tokens.weight
+        )  # rows of the vocabulary, both of them
     return model
 
 
@@ -360,7 +362,9 @@ def phi3_plan(model, sequence_parallel):
     return {name: style for name, style in plan.items() if not name.endswith(separate)} | {
         f"{LAYER}.self_attn": OwnHeads(),
         f"{LAYER}.self_attn.qkv_proj": FusedColwiseParallel(q, kv, kv),
-        f"{LAYER}.mlp.gate_up_proj": FusedColwiseParallel(config.intermediate_size, config.intermediate_size),
+        f"{LAYER}.mlp.gate_up_proj": FusedColwiseParallel(
+            config.intermediate_size, config.intermediate_size
+        ),
     }
 
 
@@ -401,7 +405,9 @@ STYLES = {  # transformers 5.12 to 5.23; a new object each time: parallelize_mod
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
     "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
     "replicated_with_grad_allreduce": QKNormParallel,
-    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),  # so called before transformers 5
+    "colwise_rep": lambda: ColwiseParallel(
+        output_layouts=Replicate()
+    ),  # so called before transformers 5
     "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
 }
 
@@ -459,10 +465,15 @@ def choose_plan(model, sequence_parallel=False, custom=None, hf=False):
     if custom is not None:
         plan = load_plan(custom) if isinstance(custom, str) else custom
         plan = plan(model, sequence_parallel) if callable(plan) else plan
-        return plan, f"custom: {custom if isinstance(custom, str) else getattr(custom, '__name__', 'a dict')}"
+        return (
+            plan,
+            f"custom: {custom if isinstance(custom, str) else getattr(custom, '__name__', 'a dict')}",
+        )
     if hf:
         if sequence_parallel:
-            raise ValueError("Hugging Face's plan has no sequence parallelism; leave one of the two out")
+            raise ValueError(
+                "Hugging Face's plan has no sequence parallelism; leave one of the two out"
+            )
         return hf_plan(model), f"Hugging Face: {name}, as asked"
     if name in PLANS:
         return PLANS[name](model, sequence_parallel), f"model-specific: {name}"
@@ -487,7 +498,13 @@ FAMILIES = {  # what each needs beside SHAPE; mistral has no plan of its own her
     "phi3": {"model_type": "phi3"},
     "mistral": {"model_type": "mistral"},
 }
-SHAPE = {"vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+SHAPE = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+}
 SHAPE |= {"num_attention_heads": 8, "num_key_value_heads": 4, "pad_token_id": None}
 TOLERANCE = 1e-5
 
@@ -520,7 +537,7 @@ def step(model, ids):
 
 # Copied from tp.py
 def all_reduce(x, group, op=dist.ReduceOp.SUM):
-    """The sum (or max) of x over the ranks, in a new tensor: autograd may still need the old one."""
+    """The sum (or max) of x over ranks, in a new tensor: autograd may still need the old one."""
     if group.size() == 1:
         return x
     x = x.clone(memory_format=torch.contiguous_format)
@@ -529,7 +546,9 @@ def all_reduce(x, group, op=dist.ReduceOp.SUM):
 
 
 def relative_error(mine, right):
-    return (torch.linalg.vector_norm(mine - right) / torch.linalg.vector_norm(right).clamp(min=1e-30)).item()
+    return (
+        torch.linalg.vector_norm(mine - right) / torch.linalg.vector_norm(right).clamp(min=1e-30)
+    ).item()
 
 
 def against_one_device(lab, model, plan, group, ids):
@@ -566,7 +585,9 @@ def expect_one_device(case, errors, hint=""):
     """Raise Wrong unless logits, loss, every gradient are one device's; returns the largest error."""
     name, error = worst_of(errors)
     what = name if name in ("logits", "loss") else f"the gradient of {name}"
-    expect(error <= TOLERANCE, f"{case}: {what} is off by {error:.1e} (at most {TOLERANCE:.0e})", hint)
+    expect(
+        error <= TOLERANCE, f"{case}: {what} is off by {error:.1e} (at most {TOLERANCE:.0e})", hint
+    )
     return error
 
 
@@ -574,7 +595,11 @@ def expect_calls(case, traffic, **most):
     """Raise Wrong unless there are at most so many calls of each collective; those not named none."""
     for op, (calls, _) in traffic.ops.items():
         enough = f"{most[op]} will do" if op in most else "none is needed"
-        expect(calls <= most.get(op, 0), f"{case}: calls of {op}: {calls}; {enough}", most.get("hint", ""))
+        expect(
+            calls <= most.get(op, 0),
+            f"{case}: calls of {op}: {calls}; {enough}",
+            most.get("hint", ""),
+        )
 
 
 def raised(function, *args, **kwargs):
@@ -597,11 +622,17 @@ def check_validate_heads(lab, group, seed):
     draw = random.Random(seed)
     for _ in range(40):
         kv, group_size, world = draw.randint(1, 12), draw.randint(1, 4), draw.randint(1, 8)
-        config = SimpleNamespace(num_attention_heads=kv * group_size, num_key_value_heads=kv, head_dim=64)
+        config = SimpleNamespace(
+            num_attention_heads=kv * group_size, num_key_value_heads=kv, head_dim=64
+        )
         heads, message = config.num_attention_heads, raised(lab.validate_heads, config, world)
         case = f"{heads} heads, {kv} KV heads, {world} ranks"
         if kv % world == 0:
-            expect(message is None, f"{case}: refused: {message}", "every rank gets whole heads of both")
+            expect(
+                message is None,
+                f"{case}: refused: {message}",
+                "every rank gets whole heads of both",
+            )
             continue
         hint = "whole query heads alone will not do: the KV heads are cut too"
         if heads % world:
@@ -610,14 +641,21 @@ def check_validate_heads(lab, group, seed):
         fit = {n for n in range(1, kv + 1) if kv % n == 0}
         named = set(map(int, re.findall(r"\d+", message)))
         missing = sorted((fit | {heads, kv, world}) - named)
-        expect(not missing, f"{case}: the message does not name {missing}: {message}", "say what would do")
+        expect(
+            not missing,
+            f"{case}: the message does not name {missing}: {message}",
+            "say what would do",
+        )
         wrong = sorted(named - fit - {heads, kv, world})
         expect(not wrong, f"{case}: the message names {wrong}: {message}", "they would not do")
     model = tiny_model("llama", seed, num_key_value_heads=1)
     mesh = DeviceMesh.from_group(group, "cpu")
     message = raised(lab.parallelize, model, mesh, {f"{LAYER}.self_attn.q_proj": ColwiseParallel()})
     cut = any(isinstance(p, DTensor) for p in model.parameters())
-    expect(message and not cut, "one KV head is cut over two ranks, or the model is cut before it is refused")
+    expect(
+        message and not cut,
+        "one KV head is cut over two ranks, or the model is cut before it is refused",
+    )
     return "40 configs: refused where a rank would get part of a head, and told what would do; nothing cut"
 
 
@@ -631,7 +669,11 @@ def check_choose_plan(lab, group, seed):
 
     def chosen(level, model, *args, **kwargs):
         mine, reason = lab.choose_plan(model, *args, **kwargs)
-        expect(reason.startswith(level), f"{reason!r} is chosen, not {level}", "the first level that applies")
+        expect(
+            reason.startswith(level),
+            f"{reason!r} is chosen, not {level}",
+            "the first level that applies",
+        )
         return mine
 
     first = "what the caller gives comes before everything else"
@@ -639,8 +681,14 @@ def check_choose_plan(lab, group, seed):
         mine = chosen("custom", llama, sequence_parallel, plan, hf)
         expect(mine is plan, "not the dict that was given", first)
         mine = chosen("custom", llama, sequence_parallel, function, hf)
-        expect(mine is plan, f"a function's plan is {type(mine).__name__}", "call it: it returns the plan")
-        expect(called[-1] == (llama, sequence_parallel), "a function gets other arguments", "model, SP")
+        expect(
+            mine is plan,
+            f"a function's plan is {type(mine).__name__}",
+            "call it: it returns the plan",
+        )
+        expect(
+            called[-1] == (llama, sequence_parallel), "a function gets other arguments", "model, SP"
+        )
     name = f"plans_of_seed_{seed}"
     with tempfile.TemporaryDirectory() as folder:
         source = "given = {'a': 1}\ndef made(model, sp):\n    return {'b': sp}\n"
@@ -648,7 +696,9 @@ def check_choose_plan(lab, group, seed):
         sys.path.insert(0, folder)
         for path, right in ((f"{name}.given", {"a": 1}), (f"{name}.made", {"b": True})):
             mine = chosen("custom", llama, True, path)
-            expect(mine == right, f"the plan at {path} is {mine}, not {right}", "it may be a function")
+            expect(
+                mine == right, f"the plan at {path} is {mine}, not {right}", "it may be a function"
+            )
         sys.path.remove(folder)
     hint = "a plan that fails must not become another one"
     for path in (f"{name}.missing", "no_such_module.plan", "llama"):
@@ -657,7 +707,11 @@ def check_choose_plan(lab, group, seed):
     mine = chosen("Hugging Face", llama, False, None, True)
     expect(mine.keys() == lab.hf_plan(llama).keys(), "not Hugging Face's plan")
     message = raised(lab.choose_plan, llama, True, None, True)
-    expect(message, "Hugging Face's plan with SP is not refused", "it would run without SP, and say nothing")
+    expect(
+        message,
+        "Hugging Face's plan with SP is not refused",
+        "it would run without SP, and say nothing",
+    )
     wrapped = tiny_model("llama", seed)
     wrapped.__class__ = type("LlamaForCausalLM", (type(llama),), {})
     for model, sequence_parallel in ((llama, True), (wrapped, False)):
@@ -665,7 +719,11 @@ def check_choose_plan(lab, group, seed):
         right = lab.PLANS["LlamaForCausalLM"](model, sequence_parallel)
         same = mine.keys() == right.keys()
         same = same and repr(mine["model.embed_tokens"]) == repr(right["model.embed_tokens"])
-        expect(same, f"not the plan of LlamaForCausalLM, SP {sequence_parallel}", "it wants to know about SP")
+        expect(
+            same,
+            f"not the plan of LlamaForCausalLM, SP {sequence_parallel}",
+            "it wants to know about SP",
+        )
     failing = tiny_model("qwen2", seed)
     lab.PLANS["Qwen2ForCausalLM"] = lambda model, sequence_parallel: {}["missing"]
     try:
@@ -674,8 +732,14 @@ def check_choose_plan(lab, group, seed):
     except KeyError:
         pass
     mine = chosen("base", mistral, True)
-    expect(isinstance(mine["model.norm"], SequenceParallel), "not the base plan", "it wants to know about SP")
-    return "dict, function, paths; HF's; model-specific, wrapped class too; base; failures are raised"
+    expect(
+        isinstance(mine["model.norm"], SequenceParallel),
+        "not the base plan",
+        "it wants to know about SP",
+    )
+    return (
+        "dict, function, paths; HF's; model-specific, wrapped class too; base; failures are raised"
+    )
 
 
 def check_translate_hf_plan(lab, group, seed):
@@ -687,12 +751,20 @@ def check_translate_hf_plan(lab, group, seed):
         after = dict(model.config.base_model_tp_plan), dict(type(model)._tp_plan)
         expect(before == after, f"{family}: transformers' own plan was changed", "copy it")
         keys = {f"model.{name}" for name in before[0]} | before[1].keys() | {"model.embed_tokens"}
-        expect(plan.keys() == keys, f"{family}: keys differ: {sorted(plan.keys() ^ keys)}", "prefix: model.")
+        expect(
+            plan.keys() == keys,
+            f"{family}: keys differ: {sorted(plan.keys() ^ keys)}",
+            "prefix: model.",
+        )
         head, table = plan["lm_head"], plan["model.embed_tokens"]
         hint = "lm_head's colwise_gather_output becomes sharded_logits()"
         sharded = head.output_layouts == (Shard(-1),) and not head.use_local_output
         expect(sharded, f"{family}: lm_head is {head}", hint)
-        expect(isinstance(table, RowwiseParallel), f"{family}: embed_tokens is {table}", "embedding_rowwise")
+        expect(
+            isinstance(table, RowwiseParallel),
+            f"{family}: embed_tokens is {table}",
+            "embedding_rowwise",
+        )
         styles = list(plan.values())
         shared = len({id(style) for style in styles}) < len(styles)
         expect(not shared, f"{family}: two modules share a style", "make a new object for each")
@@ -703,7 +775,9 @@ def check_translate_hf_plan(lab, group, seed):
     model.config.base_model_tp_plan = {"layers.*.mlp": "made_up_style"}
     message = raised(lab.hf_plan, model)
     named = message and "made_up_style" in message and "layers.*.mlp" in message
-    expect(named, f"made_up_style: {message or 'nothing raised'}", "left out, its module stays whole")
+    expect(
+        named, f"made_up_style: {message or 'nothing raised'}", "left out, its module stays whole"
+    )
     return f"Qwen3, Phi3, tied Llama by HF's strings: gradients off by {worst:.0e}; unknown refused"
 
 
@@ -723,7 +797,11 @@ class Reads(nn.Module):
 def check_all_gather_style(lab, group, seed):
     torch.manual_seed(seed)
     mesh, P, h, worst = DeviceMesh.from_group(group, "cpu"), group.size(), 10, 0
-    for layout, tokens, plain in ((Shard(1), 7, False), (Shard(1), 8, True), (Replicate(), 7, True)):
+    for layout, tokens, plain in (
+        (Shard(1), 7, False),
+        (Shard(1), 8, True),
+        (Replicate(), 7, True),
+    ):
         case = f"{layout}, {tokens} tokens, {'plain tensors' if plain else 'DTensors'}"
         model = Reads(LlamaRMSNorm(h), h)
         for parameter in model.parameters():
@@ -751,7 +829,11 @@ def check_all_gather_style(lab, group, seed):
         back = {"reduce_scatter": 1} if scattered else {"all_reduce": 1}
         expect_calls(f"{case}, backward", backward, **back)
         grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-        own = mine.grad if isinstance(mine.grad, DTensor) else DTensor.from_local(mine.grad, mesh, [layout])
+        own = (
+            mine.grad
+            if isinstance(mine.grad, DTensor)
+            else DTensor.from_local(mine.grad, mesh, [layout])
+        )
         grads["x"] = own.full_tensor()
         errors = {name: relative_error(grads[name], right[name]) for name in right}
         worst = max(worst, expect_one_device(case, errors))
@@ -768,7 +850,10 @@ def check_rotary_style(lab, group, seed):
         own = {"output_layouts": Shard(1)}
         plan = llama_plan(model, True) | {"model.rotary_emb": lab.RotaryParallel()}
         plan["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate(), **own)
-        plan |= {f"{LAYER}.{name}": RowwiseParallel(**own) for name in ("self_attn.o_proj", "mlp.down_proj")}
+        plan |= {
+            f"{LAYER}.{name}": RowwiseParallel(**own)
+            for name in ("self_attn.o_proj", "mlp.down_proj")
+        }
         parallelize(model, DeviceMesh.from_group(group, "cpu"), plan)
         seen = noted_outputs(model.model.rotary_emb)
         position_ids = torch.arange(12)[None] if given else None
@@ -783,7 +868,11 @@ def check_rotary_style(lab, group, seed):
             raise Wrong(found, "gather the positions of all tokens") from None
         right = relative_error(seen[0][0], cos)
         repeated = torch.cat([cos[:, :6]] * 2, 1)
-        hint = "every rank counts from 0: add rank * n" if relative_error(seen[0][0], repeated) < 1e-6 else ""
+        hint = (
+            "every rank counts from 0: add rank * n"
+            if relative_error(seen[0][0], repeated) < 1e-6
+            else ""
+        )
         expect(right < 1e-6, f"{case}: cos is off by {right:.1e}", hint)
         errors = {"logits": relative_error(out.logits.full_tensor(), logits)}
         worst = max(worst, expect_one_device(case, errors))
@@ -808,22 +897,35 @@ def check_qk_norm_style(lab, group, seed):
             for dy in dys:
                 out = norm(mine)
                 plain = not isinstance(out, DTensor)
-                expect(plain, f"{case}: a DTensor comes out", "rotary and attention work on plain tensors")
+                expect(
+                    plain,
+                    f"{case}: a DTensor comes out",
+                    "rotary and attention work on plain tensors",
+                )
                 out.backward(dy.chunk(P, heads_dim)[rank])
         expect_close(f"{case}: y", out.detach(), y.chunk(P, heads_dim)[rank])
         expect_close(f"{case}: dx", mine.grad, x.grad.chunk(P, heads_dim)[rank])
         moved = sum(sent for _, sent in traffic.ops.values())
         expect(moved <= 8 * d, f"{case}: {moved} bytes are sent", "at most the weight's gradient")
-        grad, hint = norm.weight.grad, "a gradient summed in place is summed again in the next backward"
+        grad, hint = (
+            norm.weight.grad,
+            "a gradient summed in place is summed again in the next backward",
+        )
         kept = grad.to_local() if isinstance(grad, DTensor) else grad
         parts = all_reduce(kept, group)
         if torch.allclose(parts, right, 1e-4, 1e-4):
-            hint = "each rank keeps the gradient of its own heads: x enters as Shard, not as Replicate"
+            hint = (
+                "each rank keeps the gradient of its own heads: x enters as Shard, not as Replicate"
+            )
         full = grad.full_tensor() if isinstance(grad, DTensor) else grad
         error = relative_error(full, right)
         expect(error < TOLERANCE, f"{case}: the gradient of the weight is off by {error:.1e}", hint)
         found = f"{case}: the weight is a plain tensor"
-        expect(isinstance(norm.weight, DTensor), found, "clip_grad_norm_ refuses a mixture of both kinds")
+        expect(
+            isinstance(norm.weight, DTensor),
+            found,
+            "clip_grad_norm_ refuses a mixture of both kinds",
+        )
         worst = max(worst, error)
     return f"gradient of all heads, off by {worst:.0e}, over two backwards; nothing sent for it"
 
@@ -832,7 +934,11 @@ def check_fused_style(lab, group, seed):
     torch.manual_seed(seed)
     draw = random.Random(seed)
     mesh, P, rank, worst = DeviceMesh.from_group(group, "cpu"), group.size(), group.rank(), 0
-    for sizes in ((4 * P, 2 * P, 2 * P), (3 * P, 3 * P), tuple(P * draw.randint(1, 9) for _ in range(4))):
+    for sizes in (
+        (4 * P, 2 * P, 2 * P),
+        (3 * P, 3 * P),
+        tuple(P * draw.randint(1, 9) for _ in range(4)),
+    ):
         case = f"blocks of {sizes} rows"
         order, rows = lab.fused_order(sizes, P), sum(sizes)
         right = torch.equal(order.sort().values, torch.arange(rows))
@@ -846,10 +952,18 @@ def check_fused_style(lab, group, seed):
         parallelize_module(model, mesh, {"0": lab.FusedColwiseParallel(*sizes)})
         out = model(x)
         wanted = torch.cat([block.chunk(P, -1)[rank] for block in y.detach().split(sizes, -1)], -1)
-        hints = {"a contiguous piece mixes the blocks: take a share of each": y.detach().chunk(P, -1)[rank]}
-        mixed = torch.cat([block.chunk(P, -1)[rank - 1] for block in y.detach().split(sizes, -1)], -1)
+        hints = {
+            "a contiguous piece mixes the blocks: take a share of each": y.detach().chunk(P, -1)[
+                rank
+            ]
+        }
+        mixed = torch.cat(
+            [block.chunk(P, -1)[rank - 1] for block in y.detach().split(sizes, -1)], -1
+        )
         hints["these are another rank's shares"] = mixed
-        worst = max(worst, expect_close(f"{case}: [Q_r | K_r | V_r]", out.detach(), wanted, hints=hints))
+        worst = max(
+            worst, expect_close(f"{case}: [Q_r | K_r | V_r]", out.detach(), wanted, hints=hints)
+        )
         out.backward(torch.cat([dy.chunk(P, -1)[rank] for dy in dys], -1))
         for name, p in model.named_parameters():
             value, grad = before[name[2:]]
@@ -860,7 +974,11 @@ def check_fused_style(lab, group, seed):
             error = expect_close(f"{case}: its gradient", lab.whole(model, name, p.grad), grad)
             worst = max(worst, error)
     message = raised(lab.fused_order, (4 * P, 2 * P + 1), P)
-    expect(message, f"a block of {2 * P + 1} rows is cut over {P} ranks", "one rank would hold more of it")
+    expect(
+        message,
+        f"a block of {2 * P + 1} rows is cut over {P} ranks",
+        "one rank would hold more of it",
+    )
     return f"each rank its share of every block, off by {worst:.0e}; whole() restores weights and gradients"
 
 
@@ -878,18 +996,24 @@ def check_llama_plan(lab, group, seed):
         except RuntimeError as problem:
             hint = "a plain residual has s/P tokens, and transformers makes positions for so many"
             if "mixed" in str(problem):
-                hint = "some module has no style, or a residual no use_local_output=False: it is plain"
+                hint = (
+                    "some module has no style, or a residual no use_local_output=False: it is plain"
+                )
             raise Wrong(f"{case}: {str(problem).partition(chr(10))[0]}", hint) from None
         worst = max(worst, expect_one_device(case, errors))
         x = residual[-1]
         placed = x.placements if isinstance(x, DTensor) else "a plain tensor"
         tokens = Shard(1) if sequence_parallel else Replicate()
-        hint = "see TOKENS" if isinstance(x, DTensor) else "use_local_output=False keeps it a DTensor"
+        hint = (
+            "see TOKENS" if isinstance(x, DTensor) else "use_local_output=False keeps it a DTensor"
+        )
         expect(placed == (tokens,), f"{case}: the residual stream is {placed}, not {tokens}", hint)
         edges, loss = 2 * layers + 1, 5  # the loss may take that many small all-reduces
         hint = "NormThenGather: gathered once for q, k and v, reduced once in the backward"
         if sequence_parallel:
-            expect_calls(f"{case}, forward", forward, all_gather=edges, reduce_scatter=edges, all_reduce=loss)
+            expect_calls(
+                f"{case}, forward", forward, all_gather=edges, reduce_scatter=edges, all_reduce=loss
+            )
             wanted = {"all_gather": edges, "reduce_scatter": edges, "all_reduce": 2, "hint": hint}
             expect_calls(f"{case}, backward", backward, **wanted)
         else:
@@ -930,7 +1054,9 @@ def nemo_plan(model, sequence_parallel):
     norms = [name for name in plan if name.endswith("norm")]
     if not sequence_parallel:
         plain = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate())}
-        plain |= {f"{LAYER}.{name}": RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
+        plain |= {
+            f"{LAYER}.{name}": RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")
+        }
         return {name: style for name, style in plan.items() if name not in norms} | plain
     if type(model).__name__ == "Gemma3ForCausalLM":
         plan |= {name: SequenceParallel() for name in norms} | {"lm_head": sharded_logits(Shard(1))}
@@ -953,8 +1079,12 @@ def prove(group, family, sequence_parallel, custom, hf, seed):
         plan, reason = choose_plan(model, sequence_parallel, custom, hf)
     entries = {name: describe(style) for name, style in plan.items()}
     this = sys.modules[__name__]
-    errors, forward, backward, norms = against_one_device(this, model, plan, group, random_ids(seed, 16))
-    name, error = worst_of({name: error for name, error in errors.items() if name not in ("logits", "loss")})
+    errors, forward, backward, norms = against_one_device(
+        this, model, plan, group, random_ids(seed, 16)
+    )
+    name, error = worst_of(
+        {name: error for name, error in errors.items() if name not in ("logits", "loss")}
+    )
     return {
         "family": family, "sequence_parallel": sequence_parallel, "plan": reason, "entries": entries,
         "logits": errors["logits"], "loss": errors["loss"], "gradient": error, "worst": name,
@@ -989,12 +1119,16 @@ def families(args):
     else:
         cases = [(family, sp, None, False) for family in FAMILIES for sp in (False, True)]
         cases += [(family, False, None, True) for family in ("qwen3", "phi3")]
-        cases += [(family, sp, "NeMo", False) for family in ("qwen3", "gemma3") for sp in (False, True)]
+        cases += [
+            (family, sp, "NeMo", False) for family in ("qwen3", "gemma3") for sp in (False, True)
+        ]
     try:
         rows = on_ranks(2, prove_all, cases, args.seed, timeout=120)[0]
     except Wrong as wrong:
         if args.plan and "ValueError: " in wrong.found:  # the user's plan, not the lab's
-            raise Unusable(wrong.found.partition("ValueError: ")[2].rpartition(" (in: ")[0]) from None
+            raise Unusable(
+                wrong.found.partition("ValueError: ")[2].rpartition(" (in: ")[0]
+            ) from None
         raise
     if single:
         print(f"\nThe plan of {family}{' with sequence parallelism' if args.sp else ''}")
@@ -1008,18 +1142,28 @@ def families(args):
          f"{short(r['forward'])} | {short(r['backward'])}"]
         for r in rows
     ))  # fmt: skip
-    print("\n  messages: forward | backward. AR all-reduce, AG all-gather, RS reduce-scatter; 3 AR are the")
+    print(
+        "\n  messages: forward | backward. AR all-reduce, AG all-gather, RS reduce-scatter; 3 AR are the"
+    )
     print("  sharded loss's, of a number a token")
     if not single:
         gathered, sharded = logits_bytes(rows)
-        print(f"\n  logits of 32 tokens, {SHAPE['vocab_size']} words: gathered (base plan) {gathered} bytes,")
+        print(
+            f"\n  logits of 32 tokens, {SHAPE['vocab_size']} words: gathered (base plan) {gathered} bytes,"
+        )
         print(f"  sharded under loss_parallel() {sharded}: three numbers a token")
     failed = []
     for row in rows:
         name = f"{row['family']} {'SP' if row['sequence_parallel'] else 'TP'}, {kind_of(row)}"
         if row["plan"] == "NeMo AutoModel's":  # the lab says that these, and only these, are wrong
-            norms = all(wrong.endswith(("q_norm.weight", "k_norm.weight")) for wrong in row["wrong"])
-            failed += [] if row["wrong"] and norms else [f"{name}: wrong q_norm and k_norm, the rest right"]
+            norms = all(
+                wrong.endswith(("q_norm.weight", "k_norm.weight")) for wrong in row["wrong"]
+            )
+            failed += (
+                []
+                if row["wrong"] and norms
+                else [f"{name}: wrong q_norm and k_norm, the rest right"]
+            )
         elif row["wrong"]:
             failed.append(f"{name}: {', '.join(row['wrong'][:3])}")
     return rows, failed
@@ -1081,7 +1225,9 @@ def saved_and_sent(group):
     for way in WAYS:
         model = tiny_model("llama", **MEASURED)
         parallelize(
-            model, mesh, plain_norms_plan(model) if way == PLAIN else llama_plan(model, way == GATHERED)
+            model,
+            mesh,
+            plain_norms_plan(model) if way == PLAIN else llama_plan(model, way == GATHERED),
         )
         with Saved(model) as saved:
             out = model.model(input_ids=ids, use_cache=False)  # whose graph keeps them
@@ -1124,7 +1270,8 @@ def memory():
     holds = {
         "2 real ranks keep what 1 of 2 with silent peers does": real == many[2],
         "plain SP keeps least, TP most": all(
-            ways[PLAIN]["saved"] < ways[GATHERED]["saved"] < ways[TP]["saved"] for ways in many.values()
+            ways[PLAIN]["saved"] < ways[GATHERED]["saved"] < ways[TP]["saved"]
+            for ways in many.values()
         ),
         "gathering after the norm sends fewer messages than plain SP": all(
             calls(ways[GATHERED]) < calls(ways[PLAIN]) for ways in many.values()
@@ -1159,11 +1306,21 @@ def draw(results, path):
     rows = results["families"]
     labels = [f"{r['family']} {'SP' if r['sequence_parallel'] else 'TP'}" for r in rows]
     names = list(dict.fromkeys(labels))
-    kinds = {"NeMo AutoModel's plan": "#D55E00", "Hugging Face's": "#009E73", "this lab's": "#0072B2"}
+    kinds = {
+        "NeMo AutoModel's plan": "#D55E00",
+        "Hugging Face's": "#009E73",
+        "this lab's": "#0072B2",
+    }
     for kind, color in kinds.items():
-        picked = [(names.index(label), r["gradient"]) for label, r in zip(labels, rows) if kind_of(r) == kind]
+        picked = [
+            (names.index(label), r["gradient"])
+            for label, r in zip(labels, rows)
+            if kind_of(r) == kind
+        ]
         if picked:
-            left.plot(*zip(*((x, y) for y, x in picked)), "o", color=color, label=kind, ms=8, alpha=0.85)
+            left.plot(
+                *zip(*((x, y) for y, x in picked)), "o", color=color, label=kind, ms=8, alpha=0.85
+            )
     left.axvline(TOLERANCE, color="#999999", lw=1, ls="--")
     left.text(TOLERANCE, len(names) - 0.4, " tolerance", color="#666666", va="center")
     left.set(xscale="log", yticks=range(len(names)), yticklabels=names, ylim=(len(names), -0.6))
@@ -1181,7 +1338,9 @@ def draw(results, path):
         right.hlines(50 * (1 - 1 / world), x - 0.5, x + 0.2, color="black", lw=2)
     right.plot([], [], "k-", lw=2, label="claimed: 0.5 (1 - 1/P)")
     at = [x - 0.15 for x in range(len(worlds))]
-    right.set(xticks=at, xticklabels=[f"{world} ranks" for world in worlds], ylabel="less than TP, %")
+    right.set(
+        xticks=at, xticklabels=[f"{world} ranks" for world in worlds], ylabel="less than TP, %"
+    )
     right.set_ylim(top=1.3 * right.get_ylim()[1])
     right.set_title("Saved activations: it depends on the norm's style", loc="left")
     right.legend(frameon=False, loc="upper left")
@@ -1268,7 +1427,9 @@ def logits_gathered(lab):
 
 def never_gathered(lab):
     """The norm's result stays cut along the tokens, as with torch's SequenceParallel."""
-    lab.NormThenGather = lambda layout: SequenceParallel() if layout == Shard(1) else NormThenGather(layout)
+    lab.NormThenGather = lambda layout: (
+        SequenceParallel() if layout == Shard(1) else NormThenGather(layout)
+    )
 
 
 def positions_from_zero(lab):
@@ -1276,7 +1437,9 @@ def positions_from_zero(lab):
 
     def _apply(style, module, mesh):
         def repeated(rotary, args, kwargs):
-            return args, kwargs | {"position_ids": torch.cat([kwargs["position_ids"]] * mesh.size(), 1)}
+            return args, kwargs | {
+                "position_ids": torch.cat([kwargs["position_ids"]] * mesh.size(), 1)
+            }
 
         module.register_forward_pre_hook(repeated, with_kwargs=True)
         return module
@@ -1315,7 +1478,10 @@ def plain_residual(lab):
     right = lab.llama_plan
 
     def llama_plan(model, sequence_parallel):
-        plan, tokens = right(model, sequence_parallel), Shard(1) if sequence_parallel else Replicate()
+        plan, tokens = (
+            right(model, sequence_parallel),
+            Shard(1) if sequence_parallel else Replicate(),
+        )
         embed = RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens)
         return plan | {"model.embed_tokens": embed}
 
@@ -1379,9 +1545,13 @@ def expect_close(name, mine, right, tolerance=1e-5, hints=None):
     hints {text: tensor}: if mine is that tensor instead, the text is the hint.
     """
     expect(
-        isinstance(mine, torch.Tensor), f"{name} is {type(mine).__name__}, not a tensor", "return the result"
+        isinstance(mine, torch.Tensor),
+        f"{name} is {type(mine).__name__}, not a tensor",
+        "return the result",
     )
-    expect(mine.shape == right.shape, f"{name} has shape {tuple(mine.shape)}, not {tuple(right.shape)}")
+    expect(
+        mine.shape == right.shape, f"{name} has shape {tuple(mine.shape)}, not {tuple(right.shape)}"
+    )
 
     def error(other):
         apart = torch.linalg.vector_norm((mine - other).double())
@@ -1390,7 +1560,11 @@ def expect_close(name, mine, right, tolerance=1e-5, hints=None):
     known = [text for text, other in (hints or {}).items() if other.shape == right.shape]
     known = [text for text in known if error(hints[text]) <= tolerance < error(right)]
     hint = known[0] if known else ""
-    expect(error(right) <= tolerance, f"{name} is off by {error(right):.1e} (at most {tolerance:.0e})", hint)
+    expect(
+        error(right) <= tolerance,
+        f"{name} is off by {error(right):.1e} (at most {tolerance:.0e})",
+        hint,
+    )
     return error(right)
 
 
@@ -1404,7 +1578,10 @@ class Traffic(torch.utils._python_dispatch.TorchDispatchMode):
 
     OPS = {"allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter"}
     OPS |= {"alltoall": "all_to_all", "send": "send", "broadcast": "broadcast", "reduce": "reduce"}
-    OPS |= {"gather": "gather", "scatter": "scatter"}  # a name starts with one of these, the first that fits
+    OPS |= {
+        "gather": "gather",
+        "scatter": "scatter",
+    }  # a name starts with one of these, the first that fits
 
     def __init__(self):
         super().__init__()
@@ -1418,7 +1595,9 @@ class Traffic(torch.utils._python_dispatch.TorchDispatchMode):
         name = func._opname.replace("_", "")
         op = next((op for start, op in self.OPS.items() if name.startswith(start)), None)
         if op and func.namespace in ("c10d", "_c10d_functional"):
-            tensors = [[t for t in tree_leaves(x) if isinstance(t, torch.Tensor)] for x in (*args, out)]
+            tensors = [
+                [t for t in tree_leaves(x) if isinstance(t, torch.Tensor)] for x in (*args, out)
+            ]
             sizes = [sum(t.nbytes for t in ts) for ts in tensors]
             if op == "all_to_all":  # c10d names the output before the input
                 sizes = [sizes[1 if func.namespace == "c10d" else 0]]
@@ -1449,7 +1628,9 @@ def load(path):
 # Copied from labs/lab1_collectives.py
 def rank_main(rank, world, rendezvous, pipe, limit, function, args):
     """A rank's process: join the others, run function(group, *args), send back what it returns."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # gloo complains there about ranks that others' errors ended
+    os.dup2(
+        os.open(os.devnull, os.O_WRONLY), 2
+    )  # gloo complains there about ranks that others' errors ended
     signal.alarm(limit)  # its parent ends it long before; this is for a parent that was killed
     torch.set_num_threads(1)
     # torch 2.13 renames all_gather_into_tensor and reduce_scatter_tensor; 2.11 knows only these names
@@ -1479,9 +1660,13 @@ def on_ranks(world, function, *args, timeout=60):
     Raises Wrong: the first one that a rank raised, or one naming the ranks still busy after `timeout`
     seconds. function is one of a module's own, and args and results can be pickled.
     """
-    context = multiprocessing.get_context("forkserver")  # forks ranks from a process that has torch already
+    context = multiprocessing.get_context(
+        "forkserver"
+    )  # forks ranks from a process that has torch already
     heavy = {"torch.distributed", "transformers.models.llama.modeling_llama"} & sys.modules.keys()
-    context.set_forkserver_preload([*heavy, "torch._dynamo"])  # the first dispatch mode imports that: 2 s
+    context.set_forkserver_preload(
+        [*heavy, "torch._dynamo"]
+    )  # the first dispatch mode imports that: 2 s
     with tempfile.TemporaryDirectory() as folder, ExitStack() as ending:
         pipes = {}
         for rank in range(world):
@@ -1498,7 +1683,9 @@ def on_ranks(world, function, *args, timeout=60):
         while busy:
             ready = connection.wait(busy, max(0, end - time.monotonic()))
             silent = ", ".join(map(str, busy.values()))
-            hint = "a send without its recv, a collective that some rank skips, or a loop without end"
+            hint = (
+                "a send without its recv, a collective that some rank skips, or a loop without end"
+            )
             expect(ready, f"no answer from rank {silent} in {timeout} s", hint)
             wrong = []
             for pipe in ready:
@@ -1527,10 +1714,14 @@ def check_on_rank(group, answers, bug, name, seed):
 # Copied from labs/lab1_collectives.py
 def print_table(*rows):
     """Columns aligned to the left, after an empty line."""
-    cells = [[f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+    cells = [
+        [f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows
+    ]
     widths = [max(map(len, column)) for column in zip(*cells)]
     print(
-        "", *("  " + "   ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in cells), sep="\n"
+        "",
+        *("  " + "   ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in cells),
+        sep="\n",
     )
 
 
@@ -1571,16 +1762,23 @@ def main(argv=None):
         if args.inject_bug not in (None, *(bug.__name__ for bug in BUGS)):
             raise Unusable(f"no bug {args.inject_bug}; --inject-bug list names them")
         for path in (args.json, args.plot):
-            if path and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):
+            if path and (
+                Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)
+            ):
                 raise Unusable(f"cannot write {path}: a directory, or in none that can be written")
         results = {"lab": Path(__file__).stem, "exercises": run_checks(args), **experiment(args)}
         failed = [name for name, result in results["exercises"].items() if not result["passed"]]
         failed += [name for name in results.get("failed", []) if name not in failed]
         results["passed"] = not failed
         count = f"all {len(results['exercises'])} exercises' checks hold"
-        print(f"\n{'FAIL' if failed else 'PASS'} {results['lab']}: {', '.join(failed) or count}", flush=True)
+        print(
+            f"\n{'FAIL' if failed else 'PASS'} {results['lab']}: {', '.join(failed) or count}",
+            flush=True,
+        )
         if args.json:
-            write_whole(args.json, lambda path: Path(path).write_text(json.dumps(results, indent=1) + "\n"))
+            write_whole(
+                args.json, lambda path: Path(path).write_text(json.dumps(results, indent=1) + "\n")
+            )
         if args.plot:
             write_whole(args.plot, partial(draw, results))
         return 1 if failed else 0
@@ -1605,14 +1803,17 @@ class Parser(argparse.ArgumentParser):
         raise Unusable(message)
 
 
-# Copied from tp.py
+# Copied from labs/grade.py
 def write_whole(path, write):
     """Have write(another path) make the file, then name it path: whole or not at all, or Unusable."""
     draft = f"{path}.{os.getpid()}{Path(path).suffix}"
     try:
         write(draft)
         os.replace(draft, path)
-    except (OSError, ValueError) as problem:  # a full disk; a picture of a kind that matplotlib lacks
+    except (
+        OSError,
+        ValueError,
+    ) as problem:  # a full disk; a picture of a kind that matplotlib lacks
         raise Unusable(f"cannot write {path}: {problem}") from None
     finally:
         Path(draft).unlink(missing_ok=True)

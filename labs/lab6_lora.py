@@ -82,7 +82,7 @@ from torch.utils._pytree import tree_leaves
 
 # Copied from tp.py
 def all_reduce(x, group, op=dist.ReduceOp.SUM):
-    """The sum (or max) of x over the ranks, in a new tensor: autograd may still need the old one."""
+    """The sum (or max) of x over ranks, in a new tensor: autograd may still need the old one."""
     if group.size() == 1:
         return x
     x = x.clone(memory_format=torch.contiguous_format)
@@ -92,7 +92,7 @@ def all_reduce(x, group, op=dist.ReduceOp.SUM):
 
 # Copied from tp.py
 def split(n, rank, world):
-    """[start, end) of the rank's share of n things: contiguous, the first n % world ranks hold one more."""
+    """[start, end) of the rank's share of n things: the first n % world ranks hold one more."""
     base, extra = divmod(n, world)
     return rank * base + min(rank, extra), (rank + 1) * base + min(rank + 1, extra)
 
@@ -236,7 +236,12 @@ class ParallelLoRA(nn.Module):
 
     def __init__(self, full, group, way, sequence_parallel=False):
         super().__init__()
-        self.scale, self.group, self.way, self.sequence_parallel = full.scale, group, way, sequence_parallel
+        self.scale, self.group, self.way, self.sequence_parallel = (
+            full.scale,
+            group,
+            way,
+            sequence_parallel,
+        )
         self.shapes = {"lora_A": full.lora_A.weight.shape, "lora_B": full.lora_B.weight.shape}
         self.cut, self.partial = self.cuts()
         self.weight = nn.Parameter(share(full.weight, self.base_cut, group), requires_grad=False)
@@ -299,7 +304,10 @@ class RowParallelLoRA(ParallelLoRA):
         JOINED and SHARDED add to W x before it is summed over the ranks, APART to the sum.
         """
         # exercise: row_lora
-        base, low = F.linear(x, self.weight), F.linear(x, self.lora_A)  # (b, s, o), (b, s, r): partial sums
+        base, low = (
+            F.linear(x, self.weight),
+            F.linear(x, self.lora_A),
+        )  # (b, s, o), (b, s, r): partial sums
         if self.way == APART:
             base = leave(base, self.group, self.sequence_parallel)
             low = leave(low, self.group, self.sequence_parallel)
@@ -345,7 +353,9 @@ def full_adapter(layer):
 def merge_adapter(linear, adapter, scale):
     """A new nn.Linear on one device that is linear with its adapter: W + scale B A. linear stays as it is."""
     merged = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None)
-    merged.load_state_dict({name: p for name, p in linear.state_dict().items() if "lora" not in name})
+    merged.load_state_dict(
+        {name: p for name, p in linear.state_dict().items() if "lora" not in name}
+    )
     # exercise: save_adapter
     merged.weight.data += scale * adapter["lora_B"] @ adapter["lora_A"]
     # end exercise
@@ -371,7 +381,11 @@ def convert_at_edges(style, module, mesh, wanted):
 
     def before(_, args):
         x = args[0]
-        x = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, style.input_layouts, run_check=False)
+        x = (
+            x
+            if isinstance(x, DTensor)
+            else DTensor.from_local(x, mesh, style.input_layouts, run_check=False)
+        )
         return (x.redistribute(placements=[wanted]), *args[1:])
 
     def after(_, args, y):
@@ -390,7 +404,9 @@ class ColwiseParallelLoRA(ColwiseParallel):
         distribute(module, device_mesh, weight=Shard(0), bias=Shard(0))
         distribute(module.lora_A, device_mesh, weight=Shard(0))
         distribute(module.lora_B, device_mesh, weight=Shard(0))
-        module.lora_A.register_forward_hook(lambda _, x, low: low.redistribute(placements=[Replicate()]))
+        module.lora_A.register_forward_hook(
+            lambda _, x, low: low.redistribute(placements=[Replicate()])
+        )
         return convert_at_edges(self, module, device_mesh, Replicate())
 
 
@@ -401,7 +417,9 @@ class RowwiseParallelLoRA(RowwiseParallel):
         distribute(module, device_mesh, weight=Shard(1), bias=Replicate())
         distribute(module.lora_A, device_mesh, weight=Shard(1))
         distribute(module.lora_B, device_mesh, weight=Shard(1))
-        module.lora_A.register_forward_hook(lambda _, x, low: low.redistribute(placements=[Shard(-1)]))
+        module.lora_A.register_forward_hook(
+            lambda _, x, low: low.redistribute(placements=[Shard(-1)])
+        )
         return convert_at_edges(self, module, device_mesh, Shard(-1))
 
 
@@ -528,7 +546,9 @@ def check_layer(lab, group, seed, column):
         if column:
             layer = lab.ColumnParallelLoRA(full, ranks, way, sequence_parallel=parallel)
             given, sent = tokens(x), cut(dy)
-            own = cut(dy) @ share(B, 0, ranks) @ A * scale  # dx through this rank's part of the adapter
+            own = (
+                cut(dy) @ share(B, 0, ranks) @ A * scale
+            )  # dx through this rank's part of the adapter
             base = dy @ W
             wrong_dx = {
                 "every rank's part goes into dx": cut(dy) @ share(W, 0, ranks) + own,
@@ -541,7 +561,9 @@ def check_layer(lab, group, seed, column):
             layer = lab.RowParallelLoRA(full, ranks, way, sequence_parallel=parallel)
             given, sent = cut(x), tokens(dy)
             low = cut(x) @ cut(A).T  # this rank's part of it
-            hints["A's result is a sum over the ranks"] = hints["the adapter is missing"] + scale * low @ B.T
+            hints["A's result is a sum over the ranks"] = (
+                hints["the adapter is missing"] + scale * low @ B.T
+            )
             hints["the bias is added on every rank"] = y + (P - 1) * full.bias.detach()
             hints, wanted = {text: tokens(t) for text, t in hints.items()}, tokens(y)
             wrong_dx = {"dy is the same on all ranks": P * cut(dx)}
@@ -578,7 +600,11 @@ def expect_gradients(case, layer, full, column):
         got, right = mine.grad, share(whole.grad, dim, layer.group)
         hints = {PARTIAL: got} if torch.allclose(summed, right, 1e-4, 1e-4) else {}
         if name in layer.partial:
-            expect(dim is None, f"{case}: {name} is cut, and named partial", "other ranks hold other parts")
+            expect(
+                dim is None,
+                f"{case}: {name} is cut, and named partial",
+                "other ranks hold other parts",
+            )
             hints, got = ({WHOLE: summed} if torch.allclose(got, right, 1e-4, 1e-4) else {}), summed
         worst = max(worst, expect_close(f"{case}: the gradient of {name}", got, right, hints=hints))
     return worst
@@ -586,7 +612,11 @@ def expect_gradients(case, layer, full, column):
 
 def three_layers(lab, group, randn, way, parallel):
     """A column and a row parallel layer that way, a sharded one, and the LoRALinears they are made of."""
-    kinds = (lab.ColumnParallelLoRA, way), (lab.RowParallelLoRA, way), (lab.RowParallelLoRA, SHARDED)
+    kinds = (
+        (lab.ColumnParallelLoRA, way),
+        (lab.RowParallelLoRA, way),
+        (lab.RowParallelLoRA, SHARDED),
+    )
     full = [one_device(lab, randn, 6, 11, 13, 4)[0] for _ in kinds]
     layers = [kind(one, group, of, parallel) for one, (kind, of) in zip(full, kinds)]
     return layers, full
@@ -640,7 +670,11 @@ def check_save_adapter(lab, group, seed):
             unscaled = base + (y - base) / one.scale
             hints = {"W + scale B A: the scale is missing": unscaled, "nothing is merged": base}
             worst = max(worst, expect_close(f"{way}: merged", merged(x).detach(), y, hints=hints))
-            expect(torch.equal(one.weight, before), "merging overwrites the base", "merge into the copy")
+            expect(
+                torch.equal(one.weight, before),
+                "merging overwrites the base",
+                "merge into the copy",
+            )
     return f"shards of every way give A and B exactly; merged as one device, off by {worst:.0e}"
 
 
@@ -677,23 +711,44 @@ def check_translate_to_lora(lab, group, seed):
         first = lab.translate_to_lora(plan, model)
         for key, (style, kind, attributes) in before.items():
             same = plan[key] is style and type(style) is kind and vars(style) == attributes
-            expect(same, f"{case}: the plan's {key} is not what it was", "other models use it: a new object")
+            expect(
+                same,
+                f"{case}: the plan's {key} is not what it was",
+                "other models use it: a new object",
+            )
         styles = lab.translate_to_lora(plan, model)
         names = {"0.up": lab.ColwiseParallelLoRA, "0.down": lab.RowwiseParallelLoRA}
         names |= {"1.up": ColwiseParallel, "1.down": RowwiseParallel}
-        expect(set(styles) == set(names), f"{case}: styles for {', '.join(sorted(styles))}", "one a module")
+        expect(
+            set(styles) == set(names),
+            f"{case}: styles for {', '.join(sorted(styles))}",
+            "one a module",
+        )
         for name, kind in names.items():
             style, source = styles[name], plan[f"*.{name[2:]}"]
-            expect(type(style) is kind, f"{case}: {name} gets {type(style).__name__}, not {kind.__name__}")
+            expect(
+                type(style) is kind,
+                f"{case}: {name} gets {type(style).__name__}, not {kind.__name__}",
+            )
             for attribute in ("input_layouts", "output_layouts", "use_local_output"):
                 mine, right = getattr(style, attribute), getattr(source, attribute)
                 found = f"{case}: {name} has {attribute} {mine}, not {right}"
-                expect(mine == right, found, "the layouts are the style's: sequence parallelism is in them")
-            expect(name[0] == "1" or style is not first[name], f"{case}: two calls share {name}", "no cache")
+                expect(
+                    mine == right,
+                    found,
+                    "the layouts are the style's: sequence parallelism is in them",
+                )
+            expect(
+                name[0] == "1" or style is not first[name],
+                f"{case}: two calls share {name}",
+                "no cache",
+            )
         worst = max(worst, compare_dtensor(case, model, mesh, styles, parallel, randn)[0])
     with suppress(TypeError):
         lab.translate_to_lora({"*.up": Watched()}, adapted_mlps(lab, randn, 1))
-        raise Wrong("a subclass of ColwiseParallel is translated", "look up its type, and raise TypeError")
+        raise Wrong(
+            "a subclass of ColwiseParallel is translated", "look up its type, and raise TypeError"
+        )
     return f"new styles, the plan as it was; y, dx, gradients off by {worst:.0e}, TP and SP, r = 1 and 3"
 
 
@@ -736,7 +791,11 @@ CHECKS = {
 # ---------------------------------------------------------------------------------------------------
 
 HIDDEN, FEATURES, TOKENS = 96, 130, 60  # of the MLP in the first; 3 does not divide 130
-SMALL, STEPS, LEARN = (24, 50, 4), 80, 0.01  # h, features, r of the one that trains; steps, learning rate
+SMALL, STEPS, LEARN = (
+    (24, 50, 4),
+    80,
+    0.01,
+)  # h, features, r of the one that trains; steps, learning rate
 HELD_OUT = 1 << 20  # a step number that training never reaches
 
 
@@ -770,7 +829,9 @@ class Kept(torch.autograd.graph.saved_tensors_hooks):
 def lora_mlp(seed, hidden, features, rank):
     """An MLP of two LoRALinears on one device; B is not zero, or A would have no gradient."""
     torch.manual_seed(seed)
-    up, down = (LoRALinear(nn.Linear(*s), rank, 2 * rank) for s in ((hidden, features), (features, hidden)))
+    up, down = (
+        LoRALinear(nn.Linear(*s), rank, 2 * rank) for s in ((hidden, features), (features, hidden))
+    )
     for layer in up, down:
         nn.init.normal_(layer.lora_B.weight, std=0.3)
     return MLP(up, down)
@@ -788,7 +849,9 @@ def peft_mlp(model, rank):
 
     plain = MLP(*(merge_adapter(layer, {"lora_A": torch.zeros(1, 1), "lora_B": torch.zeros(1, 1)}, 0.0)
                   for layer in (model.up, model.down)))  # fmt: skip
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=["up", "down"], lora_dropout=0.0)
+    config = LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules=["up", "down"], lora_dropout=0.0
+    )
     theirs = get_peft_model(plain, config).base_model.model
     for mine, layer in (model.up, theirs.up), (model.down, theirs.down):
         layer.lora_A["default"].weight.data.copy_(mine.lora_A.weight)
@@ -808,7 +871,11 @@ def reference(model, seed):
     x.requires_grad_()
     y = model(x)
     y.backward(dy)
-    grads = {name.replace(".default", ""): p.grad for name, p in model.named_parameters() if p.requires_grad}
+    grads = {
+        name.replace(".default", ""): p.grad
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
     return {"y": y.detach(), "dx": x.grad, **grads}
 
 
@@ -836,7 +903,9 @@ def ways_on_rank(group, seed, rank, references):
         errors = {}
         for source, right in references.items():
             pairs = [(part, cut(right[name])) for name, (part, cut) in parts.items()]
-            errors[source] = max((torch.norm(a - b) / torch.norm(b).clamp(min=1e-9)).item() for a, b in pairs)
+            errors[source] = max(
+                (torch.norm(a - b) / torch.norm(b).clamp(min=1e-9)).item() for a, b in pairs
+            )
         moved = [{op: sent for op, (_, sent) in t.ops.items()} for t in (forward, backward, step)]
         whole, base = (
             [sum(both, Counter()) for both in zip(
@@ -879,14 +948,28 @@ def ways(args):
         rows += [row for case in zip(*ranks) for row in case]
     shape = f"MLP {HIDDEN} -> {FEATURES} -> {HIDDEN}, r = {args.lora_rank}, {TOKENS} tokens"
     print(f"\n{shape}: what the adapters add")
-    head = ["ranks", "way", "", "off by", "forward, bytes", "backward", "once a step", "kept", "trained"]
+    head = [
+        "ranks",
+        "way",
+        "",
+        "off by",
+        "forward, bytes",
+        "backward",
+        "once a step",
+        "kept",
+        "trained",
+    ]
     print_table(head, *(
         [r["ranks"], r["way"], "SP" if r["sequence_parallel"] else "TP", f"{r['errors']['one device']:.0e}",
          short(r["forward"]), short(r["backward"]), short(r["step"]), r["kept"], r["trained"]]
         for r in rows if r["rank"] == 0
     ))  # fmt: skip
-    print("\n  AR all-reduce, AG all-gather, RS reduce-scatter; on the wire an AR is an RS and an AG")
-    print("  off by: y, dx and every gradient; kept: by the column parallel layer for its backward, bytes")
+    print(
+        "\n  AR all-reduce, AG all-gather, RS reduce-scatter; on the wire an AR is an RS and an AG"
+    )
+    print(
+        "  off by: y, dx and every gradient; kept: by the column parallel layer for its backward, bytes"
+    )
     worst = {name: max(row["errors"][name] for row in rows) for name in references}
     seen = f"off by {worst['peft']:.0e}" if installed else "not run, peft is not installed"
     print(f"  against peft's layers: {seen}")
@@ -961,7 +1044,9 @@ def train_on_rank(group, seed, answer, summed):
     losses, adamw = train(model, answer, tokens, finish, group)
     state = sum(t.numel() for s in adamw.state.values() for t in s.values() if t.dim())
     with torch.no_grad():
-        held_out = all_reduce(weighted_loss(model, *map(tokens, task(HELD_OUT, answer))), group).item()
+        held_out = all_reduce(
+            weighted_loss(model, *map(tokens, task(HELD_OUT, answer))), group
+        ).item()
     replicas = [(p.detach(), all_reduce(p.detach(), group) / group.size())
                 for p in (model.up.lora_A, model.down.lora_B)]  # fmt: skip
     drift = max((torch.norm(p - mean) / torch.norm(mean)).item() for p, mean in replicas)
@@ -978,10 +1063,17 @@ def one_device_run(seed, answer):
     losses, _ = train(model, answer, lambda x: x, lambda: None, None)
     factors = "lora_A", "lora_B"
     layers = model.up, model.down
-    adapters = [{name: getattr(layer, name).weight.detach() for name in factors} for layer in layers]
+    adapters = [
+        {name: getattr(layer, name).weight.detach() for name in factors} for layer in layers
+    ]
     with torch.no_grad():
         held_out = weighted_loss(model, *task(HELD_OUT, answer)).item()
-    return {"losses": losses, "held_out": held_out, "exported": exported_loss(adapters, answer), "drift": 0.0}
+    return {
+        "losses": losses,
+        "held_out": held_out,
+        "exported": exported_loss(adapters, answer),
+        "drift": 0.0,
+    }
 
 
 def training(args):
@@ -1003,14 +1095,20 @@ def training(args):
         holds[f"{counts}, summed: the replicas stay the same"] = good["drift"] < 1e-6
         holds[f"{counts}, not summed: the replicas drift apart"] = bad["drift"] > 1e-2
         looks = (
-            all(close(*pair) for pair in bad_losses) if answer else close(bad["losses"][0], one["losses"][0])
+            all(close(*pair) for pair in bad_losses)
+            if answer
+            else close(bad["losses"][0], one["losses"][0])
         )
         holds[f"{counts}, not summed: the loss looks right"] = looks
         state = 2 * SMALL[2] * (2 * SMALL[0] + SMALL[1])  # two numbers for each of A, B: none for W
         holds[f"{counts}: the base is frozen"] = good["frozen"] and good["state"] <= state
     bad = results["answers only"]["SP, not summed"]
-    holds["answers only, not summed: what is saved is wrong"] = bad["exported"] > 2 * bad["held_out"]
-    print(f"\n{STEPS} steps of AdamW, {APART}, sequence parallel on 2 ranks: with and without the sum")
+    holds["answers only, not summed: what is saved is wrong"] = (
+        bad["exported"] > 2 * bad["held_out"]
+    )
+    print(
+        f"\n{STEPS} steps of AdamW, {APART}, sequence parallel on 2 ranks: with and without the sum"
+    )
     head = [
         "the loss counts",
         "",
@@ -1046,7 +1144,10 @@ def translation_on_rank(group, seed):
     mesh, found = DeviceMesh.from_group(group, "cpu"), {}
     for translate in (translate_to_lora, translate_in_place):
         randn = partial(torch.randn, generator=torch.Generator().manual_seed(seed))
-        plan, this = plain_plan(False), sys.modules[__name__]  # a plan as a registry keeps it, for all models
+        plan, this = (
+            plain_plan(False),
+            sys.modules[__name__],
+        )  # a plan as a registry keeps it, for all models
         model = adapted_mlps(this, randn, 3)
         model = model[:1]  # the MLP with adapters
         styles = translate(plan, model) if translate is translate_to_lora else translate(plan)
@@ -1074,7 +1175,8 @@ def translation(args):
     ))  # fmt: skip
     good, bad = found.values()
     holds = {
-        "translate_to_lora leaves the plan alone": good["plan"] == ["ColwiseParallel", "RowwiseParallel"]
+        "translate_to_lora leaves the plan alone": good["plan"]
+        == ["ColwiseParallel", "RowwiseParallel"]
         and good["later_model"].startswith("as on one device"),
         "translating in place leaks": bad["plan"] == ["ColwiseParallelLoRA", "RowwiseParallelLoRA"]
         and bad["later_model"].startswith("AttributeError"),
@@ -1159,7 +1261,9 @@ def draw_sent(axis, rows):
                  for row in rows]  # fmt: skip
         axis.barh(places, sizes, left=left, color=colour, label=label)
         left = [a + b for a, b in zip(left, sizes)]
-    axis.set_yticks(places, [f"{row['way']}\n{'SP' if row['sequence_parallel'] else 'TP'}" for row in rows])
+    axis.set_yticks(
+        places, [f"{row['way']}\n{'SP' if row['sequence_parallel'] else 'TP'}" for row in rows]
+    )
     axis.invert_yaxis()
     axis.set(xlabel="KiB on the wire, rank 0 of 2", xlim=(0, 1.15 * max(left)))
     axis.set_title("What the adapters of an MLP send", loc="left")
@@ -1173,7 +1277,11 @@ def draw_training(axis, runs):
         colour, width, dash = styles.get(name, ("#D55E00", 2, "--"))
         axis.plot(run["losses"], dash, color=colour, lw=width, label=name)
         axis.plot(len(run["losses"]) + 4, run["exported"], "o", color=colour, ms=4 + width)
-    axis.set(yscale="log", ylabel="loss", xlabel="step; dots: saved by rank 0 and merged, on held out tokens")
+    axis.set(
+        yscale="log",
+        ylabel="loss",
+        xlabel="step; dots: saved by rank 0 and merged, on held out tokens",
+    )
     axis.set_title("The same losses, and another adapter saved", loc="left")
     axis.legend(frameon=False)
 
@@ -1228,7 +1336,11 @@ def low_rank_gradient_not_summed(lab):
     right = lab.GatherAlong.backward
 
     def backward(ctx, grad):
-        return (share(grad, ctx.dim, ctx.group), None, None, None) if ctx.dim == -1 else right(ctx, grad)
+        return (
+            (share(grad, ctx.dim, ctx.group), None, None, None)
+            if ctx.dim == -1
+            else right(ctx, grad)
+        )
 
     lab.GatherAlong.backward = staticmethod(backward)
 
@@ -1277,7 +1389,9 @@ def base_is_trained(lab):
 
 def saves_own_shard(lab):
     """What is saved is this rank's shard of A and B."""
-    lab.full_adapter = lambda layer: {name: getattr(layer, name).detach().clone() for name in layer.cut}
+    lab.full_adapter = lambda layer: {
+        name: getattr(layer, name).detach().clone() for name in layer.cut
+    }
 
 
 def merged_without_scale(lab):
@@ -1303,7 +1417,9 @@ def styles_cached(lab):
     right, cache = lab.translate_to_lora, {}
 
     def translate_to_lora(plan, model):
-        return {name: cache.setdefault(type(style), style) for name, style in right(plan, model).items()}
+        return {
+            name: cache.setdefault(type(style), style) for name, style in right(plan, model).items()
+        }
 
     lab.translate_to_lora = translate_to_lora
 
@@ -1369,9 +1485,13 @@ def expect_close(name, mine, right, tolerance=1e-5, hints=None):
     hints {text: tensor}: if mine is that tensor instead, the text is the hint.
     """
     expect(
-        isinstance(mine, torch.Tensor), f"{name} is {type(mine).__name__}, not a tensor", "return the result"
+        isinstance(mine, torch.Tensor),
+        f"{name} is {type(mine).__name__}, not a tensor",
+        "return the result",
     )
-    expect(mine.shape == right.shape, f"{name} has shape {tuple(mine.shape)}, not {tuple(right.shape)}")
+    expect(
+        mine.shape == right.shape, f"{name} has shape {tuple(mine.shape)}, not {tuple(right.shape)}"
+    )
 
     def error(other):
         apart = torch.linalg.vector_norm((mine - other).double())
@@ -1380,7 +1500,11 @@ def expect_close(name, mine, right, tolerance=1e-5, hints=None):
     known = [text for text, other in (hints or {}).items() if other.shape == right.shape]
     known = [text for text in known if error(hints[text]) <= tolerance < error(right)]
     hint = known[0] if known else ""
-    expect(error(right) <= tolerance, f"{name} is off by {error(right):.1e} (at most {tolerance:.0e})", hint)
+    expect(
+        error(right) <= tolerance,
+        f"{name} is off by {error(right):.1e} (at most {tolerance:.0e})",
+        hint,
+    )
     return error(right)
 
 
@@ -1394,7 +1518,10 @@ class Traffic(torch.utils._python_dispatch.TorchDispatchMode):
 
     OPS = {"allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter"}
     OPS |= {"alltoall": "all_to_all", "send": "send", "broadcast": "broadcast", "reduce": "reduce"}
-    OPS |= {"gather": "gather", "scatter": "scatter"}  # a name starts with one of these, the first that fits
+    OPS |= {
+        "gather": "gather",
+        "scatter": "scatter",
+    }  # a name starts with one of these, the first that fits
 
     def __init__(self):
         super().__init__()
@@ -1408,7 +1535,9 @@ class Traffic(torch.utils._python_dispatch.TorchDispatchMode):
         name = func._opname.replace("_", "")
         op = next((op for start, op in self.OPS.items() if name.startswith(start)), None)
         if op and func.namespace in ("c10d", "_c10d_functional"):
-            tensors = [[t for t in tree_leaves(x) if isinstance(t, torch.Tensor)] for x in (*args, out)]
+            tensors = [
+                [t for t in tree_leaves(x) if isinstance(t, torch.Tensor)] for x in (*args, out)
+            ]
             sizes = [sum(t.nbytes for t in ts) for ts in tensors]
             if op == "all_to_all":  # c10d names the output before the input
                 sizes = [sizes[1 if func.namespace == "c10d" else 0]]
@@ -1430,7 +1559,9 @@ def load(path):
 # Copied from labs/lab1_collectives.py
 def rank_main(rank, world, rendezvous, pipe, limit, function, args):
     """A rank's process: join the others, run function(group, *args), send back what it returns."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # gloo complains there about ranks that others' errors ended
+    os.dup2(
+        os.open(os.devnull, os.O_WRONLY), 2
+    )  # gloo complains there about ranks that others' errors ended
     signal.alarm(limit)  # its parent ends it long before; this is for a parent that was killed
     torch.set_num_threads(1)
     # torch 2.13 renames all_gather_into_tensor and reduce_scatter_tensor; 2.11 knows only these names
@@ -1460,9 +1591,13 @@ def on_ranks(world, function, *args, timeout=60):
     Raises Wrong: the first one that a rank raised, or one naming the ranks still busy after `timeout`
     seconds. function is one of a module's own, and args and results can be pickled.
     """
-    context = multiprocessing.get_context("forkserver")  # forks ranks from a process that has torch already
+    context = multiprocessing.get_context(
+        "forkserver"
+    )  # forks ranks from a process that has torch already
     heavy = {"torch.distributed", "transformers.models.llama.modeling_llama"} & sys.modules.keys()
-    context.set_forkserver_preload([*heavy, "torch._dynamo"])  # the first dispatch mode imports that: 2 s
+    context.set_forkserver_preload(
+        [*heavy, "torch._dynamo"]
+    )  # the first dispatch mode imports that: 2 s
     with tempfile.TemporaryDirectory() as folder, ExitStack() as ending:
         pipes = {}
         for rank in range(world):
@@ -1479,7 +1614,9 @@ def on_ranks(world, function, *args, timeout=60):
         while busy:
             ready = connection.wait(busy, max(0, end - time.monotonic()))
             silent = ", ".join(map(str, busy.values()))
-            hint = "a send without its recv, a collective that some rank skips, or a loop without end"
+            hint = (
+                "a send without its recv, a collective that some rank skips, or a loop without end"
+            )
             expect(ready, f"no answer from rank {silent} in {timeout} s", hint)
             wrong = []
             for pipe in ready:
@@ -1508,10 +1645,14 @@ def check_on_rank(group, answers, bug, name, seed):
 # Copied from labs/lab1_collectives.py
 def print_table(*rows):
     """Columns aligned to the left, after an empty line."""
-    cells = [[f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+    cells = [
+        [f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows
+    ]
     widths = [max(map(len, column)) for column in zip(*cells)]
     print(
-        "", *("  " + "   ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in cells), sep="\n"
+        "",
+        *("  " + "   ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in cells),
+        sep="\n",
     )
 
 
@@ -1552,16 +1693,23 @@ def main(argv=None):
         if args.inject_bug not in (None, *(bug.__name__ for bug in BUGS)):
             raise Unusable(f"no bug {args.inject_bug}; --inject-bug list names them")
         for path in (args.json, args.plot):
-            if path and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):
+            if path and (
+                Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)
+            ):
                 raise Unusable(f"cannot write {path}: a directory, or in none that can be written")
         results = {"lab": Path(__file__).stem, "exercises": run_checks(args), **experiment(args)}
         failed = [name for name, result in results["exercises"].items() if not result["passed"]]
         failed += [name for name in results.get("failed", []) if name not in failed]
         results["passed"] = not failed
         count = f"all {len(results['exercises'])} exercises' checks hold"
-        print(f"\n{'FAIL' if failed else 'PASS'} {results['lab']}: {', '.join(failed) or count}", flush=True)
+        print(
+            f"\n{'FAIL' if failed else 'PASS'} {results['lab']}: {', '.join(failed) or count}",
+            flush=True,
+        )
         if args.json:
-            write_whole(args.json, lambda path: Path(path).write_text(json.dumps(results, indent=1) + "\n"))
+            write_whole(
+                args.json, lambda path: Path(path).write_text(json.dumps(results, indent=1) + "\n")
+            )
         if args.plot:
             write_whole(args.plot, partial(draw, results))
         return 1 if failed else 0
@@ -1586,7 +1734,7 @@ class Parser(argparse.ArgumentParser):
         raise Unusable(message)
 
 
-# Copied from tp.py
+# Copied from labs/grade.py
 def positive(text):
     """A whole number of at least 1, for argparse."""
     if not text.isdecimal() or int(text) < 1:
@@ -1594,14 +1742,17 @@ def positive(text):
     return int(text)
 
 
-# Copied from tp.py
+# Copied from labs/grade.py
 def write_whole(path, write):
     """Have write(another path) make the file, then name it path: whole or not at all, or Unusable."""
     draft = f"{path}.{os.getpid()}{Path(path).suffix}"
     try:
         write(draft)
         os.replace(draft, path)
-    except (OSError, ValueError) as problem:  # a full disk; a picture of a kind that matplotlib lacks
+    except (
+        OSError,
+        ValueError,
+    ) as problem:  # a full disk; a picture of a kind that matplotlib lacks
         raise Unusable(f"cannot write {path}: {problem}") from None
     finally:
         Path(draft).unlink(missing_ok=True)

@@ -77,7 +77,7 @@ TILE = 32  # queries that are multiplied by the same keys
 
 # Copied from tp.py
 def split(n, rank, world):
-    """[start, end) of the rank's share of n things: contiguous, the first n % world ranks hold one more."""
+    """[start, end) of the rank's share of n things: the first n % world ranks hold one more."""
     base, extra = divmod(n, world)
     return rank * base + min(rank, extra), (rank + 1) * base + min(rank + 1, extra)
 
@@ -107,7 +107,9 @@ def work(length, world, placement):
     pairs = torch.zeros(world, world, dtype=torch.long)
     for rank in range(world):
         for step in range(world):
-            seen = torch.searchsorted(held[(rank - step) % world], held[rank], right=True)  # keys, a query
+            seen = torch.searchsorted(
+                held[(rank - step) % world], held[rank], right=True
+            )  # keys, a query
             pairs[rank, step] = seen.sum()
     return pairs
     # end exercise
@@ -148,9 +150,13 @@ def attend(q, k, v, q_pos, k_pos):
     out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf)
     for rows, keys in tiles(q_pos, k_pos):
         # exercise: attend
-        s = scores(q[..., rows, :], k[..., keys, :], q_pos[rows], k_pos[keys])  # (b, kv, g, tile, m)
+        s = scores(
+            q[..., rows, :], k[..., keys, :], q_pos[rows], k_pos[keys]
+        )  # (b, kv, g, tile, m)
         lse[..., rows] = s.logsumexp(-1)
-        finite = lse[..., rows, None].clamp(min=torch.finfo(s.dtype).min)  # inf - inf would be no number
+        finite = lse[..., rows, None].clamp(
+            min=torch.finfo(s.dtype).min
+        )  # inf - inf would be no number
         out[..., rows, :] = (s - finite).exp() @ v[:, :, None, keys]
         # end exercise
     return out, lse
@@ -252,7 +258,10 @@ def ring_backward(q, k, v, out, lse, dout, length, placement, group):
     held = [positions(length, other, P, placement) for other in range(P)]
     delta, dq = (dout * out).sum(-1), torch.zeros_like(q)
     # exercise: ring_backward
-    kv, following = torch.stack([k, v]), lambda: 0  # behind a block that sets out follows no gradient
+    kv, following = (
+        torch.stack([k, v]),
+        lambda: 0,
+    )  # behind a block that sets out follows no gradient
     for step in range(P):
         source = (rank - step) % P
         if step < P - 1:
@@ -275,7 +284,9 @@ class RingAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, *where):
         q = q.unflatten(1, (k.shape[1], -1))  # (b, kv, g, n, d)
         out, lse = ring_forward(q, k, v, *where)
-        ctx.save_for_backward(q, k, v, out, lse)  # own tokens only: the others' keys come round again
+        ctx.save_for_backward(
+            q, k, v, out, lse
+        )  # own tokens only: the others' keys come round again
         ctx.where = where
         return out.flatten(1, 2)
 
@@ -314,7 +325,10 @@ def draw_from(seed):
 
 def last_ranks(group):
     """[(P, the group of the last P ranks)] of those this rank is in; their rank 0 is another one of group."""
-    groups = [dist.new_group(list(range(group.size() - P, group.size()))) for P in range(1, group.size() + 1)]
+    groups = [
+        dist.new_group(list(range(group.size() - P, group.size())))
+        for P in range(1, group.size() + 1)
+    ]
     return [(P, g) for P, g in enumerate(groups, 1) if group.rank() >= group.size() - P]
 
 
@@ -336,7 +350,9 @@ def check_positions(lab, group, seed):
             known = {"2P - 1 - r counts from the end": chunks[rank] + chunks[rank + world]}
             known |= {"the last chunk is number 2P - 1": chunks[rank] + chunks[-rank]}
             known["in ascending order: the early chunk first"] = chunks[-1 - rank] + chunks[rank]
-            hint = next((text for text, wrong in known.items() if wrong == mine), "chunks r and 2P - 1 - r")
+            hint = next(
+                (text for text, wrong in known.items() if wrong == mine), "chunks r and 2P - 1 - r"
+            )
             right = chunks[rank] + chunks[-1 - rank]
             expect(mine == right, f"zigzag: rank {rank} of {world} holds {mine}, not {right}", hint)
     return f"1 to 7 ranks, the last of {length} tokens: each token once"
@@ -348,7 +364,11 @@ def check_work(lab, group, seed):
         length = 2 * world * number(3, 9) + number(0, 2 * world)
         held = [positions(length, rank, world, placement) for rank in range(world)]
         met = torch.tensor([[int((k <= q[:, None]).sum()) for k in held] for q in held]).double()
-        size, r, t = torch.tensor([len(h) for h in held]), torch.arange(world)[:, None], torch.arange(world)
+        size, r, t = (
+            torch.tensor([len(h) for h in held]),
+            torch.arange(world)[:, None],
+            torch.arange(world),
+        )
         right = met[r, (r - t) % world]
         hints = {AHEAD: met[r, (r + t) % world], "this is [step, rank]": right.mT}
         hints["this is [rank, whose keys]"] = met
@@ -368,7 +388,11 @@ def draw_parts(seed):
     q_pos, *k_pos = (part.sort()[0] for part in mixed.split(n))
     q_pos, k_pos = q_pos.clamp(min=9), [k_pos[0].clamp(min=1), k_pos[1].clamp(min=10)]
     q_pos[0], q_pos[1:8], k_pos[0][0] = 0, 9, 1
-    q, ks, vs = randn(2, kv, g, n, d), [randn(2, kv, n, d) for _ in "12"], [randn(2, kv, n, d) for _ in "12"]
+    q, ks, vs = (
+        randn(2, kv, g, n, d),
+        [randn(2, kv, n, d) for _ in "12"],
+        [randn(2, kv, n, d) for _ in "12"],
+    )
     return q_pos, k_pos, q, ks, vs, randn(2, kv, g, n, d)
 
 
@@ -391,27 +415,44 @@ def check_attend(lab, group, seed):
         given = [t.clone() for t in (q, k, v)]
         with FlopCounterMode(display=False) as counted:
             out, lse = lab.attend(*given, q_pos, pos)
-        least = 4 * q[..., 0, :].numel() * pairs_in_tiles(q_pos, pos)  # 2 matmuls of multiply and add
+        least = (
+            4 * q[..., 0, :].numel() * pairs_in_tiles(q_pos, pos)
+        )  # 2 matmuls of multiply and add
         enough = counted.get_total_flops() <= least
         expect(
-            enough, f"{counted.get_total_flops()} operations; {least} do", "multiply only keys that are seen"
+            enough,
+            f"{counted.get_total_flops()} operations; {least} do",
+            "multiply only keys that are seen",
         )
         right_out, right_lse, s = softmax_attention(q, k, v, q_pos, pos)
         expect_finite("out", out)
         undivided = {"divide by the sum of exp(scores)": s.exp() @ v[:, :, None]}
         worst = max(worst, expect_close("out", out, right_out, EXACT, undivided))
-        expect(torch.equal(lse.isinf(), right_lse.isinf()), "lse is not -inf just where a query sees no key")
+        expect(
+            torch.equal(lse.isinf(), right_lse.isinf()),
+            "lse is not -inf just where a query sees no key",
+        )
         seen = right_lse.isfinite()
         hints = {"the log of the sum, not the sum": s.exp().sum(-1)[seen]}
         expect_close("lse", lse[seen], right_lse[seen], EXACT, hints)
-        expect(all(map(torch.equal, given, (q, k, v))), "q, k or v is overwritten", "work on a new tensor")
-    return f"out, lse as of softmax, off by {worst:.0e}; {(~seen).sum()} queries see no key: 0, -inf"
+        expect(
+            all(map(torch.equal, given, (q, k, v))),
+            "q, k or v is overwritten",
+            "work on a new tensor",
+        )
+    return (
+        f"out, lse as of softmax, off by {worst:.0e}; {(~seen).sum()} queries see no key: 0, -inf"
+    )
 
 
 def check_merge(lab, group, seed):
     q_pos, k_pos, q, ks, vs, _ = draw_parts(seed)
-    right, right_lse, _ = softmax_attention(q, torch.cat(ks, 2), torch.cat(vs, 2), q_pos, torch.cat(k_pos))
-    (out1, lse1), (out2, lse2) = (softmax_attention(q, k, v, q_pos, p)[:2] for k, v, p in zip(ks, vs, k_pos))
+    right, right_lse, _ = softmax_attention(
+        q, torch.cat(ks, 2), torch.cat(vs, 2), q_pos, torch.cat(k_pos)
+    )
+    (out1, lse1), (out2, lse2) = (
+        softmax_attention(q, k, v, q_pos, p)[:2] for k, v, p in zip(ks, vs, k_pos)
+    )
     seen = right_lse.isfinite()
     for shift in 0, 2000, -2000:  # exp(lse) would not be finite, or zero
         given = [out1, lse1 + shift, out2, lse2 + shift]
@@ -426,7 +467,11 @@ def check_merge(lab, group, seed):
         largest = {"log of the sum of both, not the larger one": torch.maximum(lse1, lse2)[seen]}
         expect_close("lse", lse[seen] - shift, right_lse[seen], EXACT, largest)
         expect((lse[~seen] == -torch.inf).all(), "lse is not -inf where no key is seen in either")
-        expect(all(map(torch.equal, given, before)), "out or lse is overwritten", "work on a new tensor")
+        expect(
+            all(map(torch.equal, given, before)),
+            "out or lse is overwritten",
+            "work on a new tensor",
+        )
     return f"two parts are the whole, off by {error:.0e}, with lse near 2000 too"
 
 
@@ -439,11 +484,20 @@ def check_attend_backward(lab, group, seed):
     seen = slice(1, None)
     out[..., seen, :].backward(dout[..., seen, :])
     q, dout, q_pos, lse = q[..., seen, :], dout[..., seen, :], q_pos[seen], lse[..., seen].detach()
-    delta, dq, worst, root = (dout * out[..., seen, :].detach()).sum(-1), 0, 0, math.sqrt(q.shape[-1])
-    for k, v, pos, dk, dv in zip(ks, vs, k_pos, leaves[1].grad.chunk(2, 2), leaves[2].grad.chunk(2, 2)):
+    delta, dq, worst, root = (
+        (dout * out[..., seen, :].detach()).sum(-1),
+        0,
+        0,
+        math.sqrt(q.shape[-1]),
+    )
+    for k, v, pos, dk, dv in zip(
+        ks, vs, k_pos, leaves[1].grad.chunk(2, 2), leaves[2].grad.chunk(2, 2)
+    ):
         mine = lab.attend_backward(q, k, v, dout, lse, delta, q_pos, pos)
         _, part_lse, s = softmax_attention(q, k, v, q_pos, pos)
-        own = (s - part_lse[..., None]).exp().nan_to_num(0)  # the softmax over this part of the keys
+        own = (
+            (s - part_lse[..., None]).exp().nan_to_num(0)
+        )  # the softmax over this part of the keys
         p, dp = (s - lse[..., None]).exp(), dout @ v.mT[:, :, None]
         whole = "p is of the whole softmax: exp(scores - lse), lse as given"
         hints = {whole: (own.mT @ dout).sum(2)}
@@ -474,7 +528,11 @@ def check_pass_on(lab, group, seed):
         if rank > 0:
             dist.monitored_barrier(asides[P])
         hints = {"send to rank + 1, receive from rank - 1": blocks[(rank + 1) % P]}
-        expect(callable(wait), f"pass_on returns {type(wait).__name__}", "return the function that waits")
+        expect(
+            callable(wait),
+            f"pass_on returns {type(wait).__name__}",
+            "return the function that waits",
+        )
         expect_close("what arrived", wait(), blocks[rank - 1], 0, hints)
         expect_sent("pass_on", traffic, before.nbytes if P > 1 else 0)
         expect(torch.equal(blocks[rank], before), "x is overwritten", "receive into a new tensor")
@@ -497,7 +555,9 @@ def draw_case(seed, P, placement, uneven):
     length = 2 * P * number(20, 40) + (number(1, 2 * P) if uneven else 0)
     kv, g, d = number(1, 4), number(2, 4), number(5, 9)
     # (b, s, heads, d) seen as (b, heads, s, d), as a model's projections give it
-    q, k, v, dout = (randn(2, length, heads, d).transpose(1, 2) for heads in (kv * g, kv, kv, kv * g))
+    q, k, v, dout = (
+        randn(2, length, heads, d).transpose(1, 2) for heads in (kv * g, kv, kv, kv * g)
+    )
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     out = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
     out.backward(dout)
@@ -511,7 +571,10 @@ def cases(group, seed):
     rings = last_ranks(group)
     for uneven in False, True:
         for P, ring in rings:
-            for placement in ZIGZAG, CONTIGUOUS:  # rank 0 of a contiguous ring needs no other's keys
+            for placement in (
+                ZIGZAG,
+                CONTIGUOUS,
+            ):  # rank 0 of a contiguous ring needs no other's keys
                 yield P, ring, placement, not uneven, draw_case(seed + P, P, placement, uneven)
 
 
@@ -538,8 +601,16 @@ def block_bytes(case, rank):
 def expect_sent(what, traffic, nbytes, hint=""):
     """Raise Wrong unless so many bytes were sent, and nothing else moved."""
     others = ", ".join(sorted(set(traffic.ops) - {"send"}))
-    expect(not others, f"{what} uses {others}", "a rank of a ring sends to its neighbour and to no other")
-    expect(traffic.bytes("send") == nbytes, f"{what} sends {traffic.bytes('send')} bytes, not {nbytes}", hint)
+    expect(
+        not others,
+        f"{what} uses {others}",
+        "a rank of a ring sends to its neighbour and to no other",
+    )
+    expect(
+        traffic.bytes("send") == nbytes,
+        f"{what} sends {traffic.bytes('send')} bytes, not {nbytes}",
+        hint,
+    )
 
 
 def watch(lab):
@@ -547,7 +618,9 @@ def watch(lab):
     events, (pass_on, attend) = [], (lab.pass_on, lab.attend)
 
     def note(what):
-        events.append((what, *(sum(event[0] == kind for event in events) for kind in ("send", "wait"))))
+        events.append(
+            (what, *(sum(event[0] == kind for event in events) for kind in ("send", "wait")))
+        )
 
     def noting_pass_on(*args):
         wait = pass_on(*args)
@@ -578,7 +651,9 @@ def check_ring_forward(lab, group, seed):
             hints = {"these are this rank's own keys only": alone}
             if P > 2:
                 hints[AHEAD] = go_round(case, rank, lambda t, r=rank, P=P: (r + t) % P)
-            hints["positions are those of the keys' owner"] = go_round(case, rank, lambda t, r=rank: r)
+            hints["positions are those of the keys' owner"] = go_round(
+                case, rank, lambda t, r=rank: r
+            )
         name = f"out of {P} ranks, {placement}"
         worst = max(worst, expect_close(name, out, case.out[:, :, own], EXACT, hints))
         nbytes = sum(block_bytes(case, r) for r in range(P) if r != following)
@@ -586,8 +661,14 @@ def check_ring_forward(lab, group, seed):
         expect_sent(f"the forward of {P} ranks", traffic, nbytes, hint)
         for what, sent, arrived in events:
             sent_on = what != "attend" or sent > min(arrived, P - 2)
-            expect(sent_on, "a block is used before it is sent on", "pass_on(), then attend(), then wait")
-        expect(all(map(torch.equal, given, before)), "q, k or v is overwritten", "work on a new tensor")
+            expect(
+                sent_on,
+                "a block is used before it is sent on",
+                "pass_on(), then attend(), then wait",
+            )
+        expect(
+            all(map(torch.equal, given, before)), "q, k or v is overwritten", "work on a new tensor"
+        )
     return f"1 to {P} ranks, GQA, uneven: off by {worst:.0e}; {P - 1} sends, {nbytes} bytes, in good time"
 
 
@@ -609,7 +690,9 @@ def check_ring_backward(lab, group, seed):
                 hints = {left: right[:, :, case.held[following]]} if name != "dq" else {}
             what = f"{name} of {P} ranks, {placement}"
             worst = max(worst, expect_close(what, leaf.grad, right[:, :, own], EXACT, hints))
-        nbytes = sum(block_bytes(case, r) * (1 + (r != following)) for r in range(P)) if P > 1 else 0
+        nbytes = (
+            sum(block_bytes(case, r) * (1 + (r != following)) for r in range(P)) if P > 1 else 0
+        )
         hint = "P - 1 times K and V, P times their gradient"
         expect_sent(f"the backward of {P} ranks", traffic, nbytes, hint)
         expect(torch.equal(dout, before), "dout is overwritten", "work on a new tensor")
@@ -664,21 +747,36 @@ def lockstep(pairs):
 def balance(args):
     """Both placements on RANKS ranks: pairs to multiply and pairs multiplied; returns (dict, failures)."""
     ranks = on_ranks(RANKS, balance_on_rank, args.seed, args.length)
-    print(f"\ncausal attention of {args.length} tokens on {RANKS} ranks: (query, key) pairs of one head")
+    print(
+        f"\ncausal attention of {args.length} tokens on {RANKS} ranks: (query, key) pairs of one head"
+    )
     found, steps = {}, [f"step {t}" for t in range(RANKS)]
     rows = [["placement", "rank", *steps, "all", "share", "multiplied"]]
     for placement in PLACEMENTS:
         pairs = work(args.length, RANKS, placement)
         counted = [rank[placement] for rank in ranks]
-        found[placement] = {"pairs": pairs.tolist(), "lockstep": lockstep(pairs), "counted": counted}
+        found[placement] = {
+            "pairs": pairs.tolist(),
+            "lockstep": lockstep(pairs),
+            "counted": counted,
+        }
         for rank, (steps, count) in enumerate(zip(pairs, counted)):
             total, share = steps.sum().item(), f"{steps.sum() * RANKS / pairs.sum():.2f}"
             rows.append([placement, rank, *steps.tolist(), total, share, round(count["forward"])])
     print_table(*rows)
-    print(f"\n  share: of an even one. multiplied: counted in the matmuls, {TILE} queries with the same keys")
-    long = {P: [lockstep(work(LONG, P, placement)) for placement in PLACEMENTS] for P in (2, 4, 8, 16)}
-    print(f"\n{LONG} tokens: a ring's time, every step as long as its busiest rank takes; 1 is an even share")
-    head = ["ranks", *long], *([p, *(f"{long[P][i]:.3f}" for P in long)] for i, p in enumerate(PLACEMENTS))
+    print(
+        f"\n  share: of an even one. multiplied: counted in the matmuls, {TILE} queries with the same keys"
+    )
+    long = {
+        P: [lockstep(work(LONG, P, placement)) for placement in PLACEMENTS] for P in (2, 4, 8, 16)
+    }
+    print(
+        f"\n{LONG} tokens: a ring's time, every step as long as its busiest rank takes; 1 is an even share"
+    )
+    head = (
+        ["ranks", *long],
+        *([p, *(f"{long[P][i]:.3f}" for P in long)] for i, p in enumerate(PLACEMENTS)),
+    )
     print_table(*head, ["(2P - 1) / P", *(f"{(2 * P - 1) / P:.3f}" for P in long)])
     counts = [count for placement in PLACEMENTS for count in found[placement]["counted"]]
     needed = [sum(steps) for placement in PLACEMENTS for steps in found[placement]["pairs"]]
@@ -707,7 +805,9 @@ class Exchange(torch.autograd.Function):
 
 def all_gather(x, dim, group):
     """The ranks' x, one behind the other."""
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    parts = [
+        torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())
+    ]
     dist.all_gather(parts, x.contiguous(), group=group)
     return torch.cat(parts, dim)
 
@@ -754,8 +854,12 @@ def attention_layer(way, x, weights, heads, kv_heads, length, group):
     if way == SP:
         out = causal(q, k, v)  # (b, heads/P, s, d)
     elif way == ULYSSES:
-        to_heads, to_tokens = (partial(all_to_all, cut=c, join=j, group=group) for c, j in ((1, 2), (2, 1)))
-        out = causal(*(Exchange.apply(t, to_heads, to_tokens) for t in (q, k, v)))  # (b, heads/P, s, d)
+        to_heads, to_tokens = (
+            partial(all_to_all, cut=c, join=j, group=group) for c, j in ((1, 2), (2, 1))
+        )
+        out = causal(
+            *(Exchange.apply(t, to_heads, to_tokens) for t in (q, k, v))
+        )  # (b, heads/P, s, d)
         out = Exchange.apply(out, to_tokens, to_heads)
     elif way == RING:
         out = ring_attention(q, k, v, length, ZIGZAG, group)  # (b, heads, s/P, d)
@@ -763,7 +867,9 @@ def attention_layer(way, x, weights, heads, kv_heads, length, group):
         k, v = Exchange.apply(torch.stack([k, v]), gather, scatter)  # (b, kv, s, d)
         held = [positions(length, other, P, ZIGZAG) for other in range(P)]
         seen = torch.cat(held) <= held[rank][:, None]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)  # (b, heads, s/P, d)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen, enable_gqa=True
+        )  # (b, heads, s/P, d)
     out = F.linear(out.transpose(1, 2).flatten(2), wo)
     return Exchange.apply(out, scatter, gather) if way == SP else out
 
@@ -811,7 +917,10 @@ def ways_on_rank(group, seed, heads, kv_heads):
         pairs += [(leaf.grad, right.grad) for leaf, right in zip(leaves[1:], alone[1:])]
         found[way] = {"error": max((torch.norm(a - b) / torch.norm(b)).item() for a, b in pairs)}
         found[way] |= {"calls": {op: calls for op, (calls, _) in forward.ops.items()}}
-        found[way] |= {"forward": on_the_wire(forward.ops, P), "backward": on_the_wire(backward.ops, P)}
+        found[way] |= {
+            "forward": on_the_wire(forward.ops, P),
+            "backward": on_the_wire(backward.ops, P),
+        }
     return found
 
 
@@ -842,17 +951,27 @@ def side_by_side(args):
                 sent = [(rank[way]["forward"], rank[way]["backward"]) for rank in ranks]
                 name = f"{way} with {heads}, {kv_heads} heads on {P} ranks"
                 failed += [f"{name} is one device's"] * (not row["error"] <= EXACT)
-                failed += [f"{name} sends what the formula says"] * any(s != row["expected"] for s in sent)
+                failed += [f"{name} sends what the formula says"] * any(
+                    s != row["expected"] for s in sent
+                )
             rows.append(row)
     print(
         f"\none attention layer, {TOKENS} tokens, {HEAD} numbers a head, float64: bytes on the wire, a rank"
     )
     print_table(*table)
-    print("\n  AG all-gather, RS reduce-scatter, A2A all-to-all; moves: in the forward. refused: a rank")
-    print("  would have no head. * up to the heads, if ranks hold copies of KV heads. Only a ring's sends")
-    print("  hide behind attention. SP cuts the weights too; the others sum their gradients once a step.")
+    print(
+        "\n  AG all-gather, RS reduce-scatter, A2A all-to-all; moves: in the forward. refused: a rank"
+    )
+    print(
+        "  would have no head. * up to the heads, if ranks hold copies of KV heads. Only a ring's sends"
+    )
+    print(
+        "  hide behind attention. SP cuts the weights too; the others sum their gradients once a step."
+    )
     refused = {row["way"] for row in rows if "refused" in row}
-    failed += ["what cuts heads, and only that, is refused 4 ranks with 3 heads"] * (refused != {SP, ULYSSES})
+    failed += ["what cuts heads, and only that, is refused 4 ranks with 3 heads"] * (
+        refused != {SP, ULYSSES}
+    )
     return rows, failed
 
 
@@ -880,9 +999,12 @@ def draw(results, path):
         draw_owners(figure.add_subplot(grid[i, 0]), placement)
         draw_steps(figure.add_subplot(grid[i, 1]), results["balance"][placement], latest, placement)
     draw_wire(
-        figure.add_subplot(grid[:, 2]), [r for r in results["ways"] if "error" in r and r["ranks"] == RANKS]
+        figure.add_subplot(grid[:, 2]),
+        [r for r in results["ways"] if "error" in r and r["ranks"] == RANKS],
     )
-    figure.suptitle(f"{results['lab']}: {results['length']} tokens on {RANKS} ranks; colours are ranks")
+    figure.suptitle(
+        f"{results['lab']}: {results['length']} tokens on {RANKS} ranks; colours are ranks"
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
@@ -891,13 +1013,27 @@ def draw(results, path):
 def draw_owners(axis, placement):
     """The causal matrix of 2P x 2P chunks: colour whose queries, number in which step."""
     chunks = 2 * RANKS
-    owner = {p: rank for rank in range(RANKS) for p in positions(chunks, rank, RANKS, placement).tolist()}
+    owner = {
+        p: rank for rank in range(RANKS) for p in positions(chunks, rank, RANKS, placement).tolist()
+    }
     for query in range(chunks):
         for key in range(query + 1):
-            axis.barh(query + 0.5, 1, 1, key, color=COLOURS[owner[query]], edgecolor="white", alpha=0.85)
-            axis.text(key + 0.5, query + 0.5, (owner[query] - owner[key]) % RANKS, ha="center", va="center")
+            axis.barh(
+                query + 0.5, 1, 1, key, color=COLOURS[owner[query]], edgecolor="white", alpha=0.85
+            )
+            axis.text(
+                key + 0.5,
+                query + 0.5,
+                (owner[query] - owner[key]) % RANKS,
+                ha="center",
+                va="center",
+            )
     axis.set(
-        xlim=(0, chunks), ylim=(chunks, 0), aspect="equal", xlabel="chunk of keys", ylabel="chunk of queries"
+        xlim=(0, chunks),
+        ylim=(chunks, 0),
+        aspect="equal",
+        xlabel="chunk of keys",
+        ylabel="chunk of queries",
     )
     axis.set_title(f"{placement}: number = step")
     axis.spines[["top", "right"]].set_visible(False)
@@ -929,7 +1065,9 @@ def draw_wire(axis, rows):
     axis.barh(labels, forward, color="#555555", label="forward")
     axis.barh(labels, backward, left=forward, color="#BBBBBB", label="backward")
     axis.invert_yaxis()
-    axis.set(xlabel="KiB on the wire, a rank", title=f"one attention layer, {TOKENS} tokens, measured")
+    axis.set(
+        xlabel="KiB on the wire, a rank", title=f"one attention layer, {TOKENS} tokens, measured"
+    )
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False)
 
@@ -976,7 +1114,11 @@ def no_peak(lab):
 
 def inf_minus_inf(lab):
     """A query that sees none of a block's keys gets what is no number."""
-    edit(lab, "attend", {"lse[..., rows, None].clamp(min=torch.finfo(s.dtype).min)": "lse[..., rows, None]"})
+    edit(
+        lab,
+        "attend",
+        {"lse[..., rows, None].clamp(min=torch.finfo(s.dtype).min)": "lse[..., rows, None]"},
+    )
 
 
 def future_multiplied(lab):
@@ -1029,7 +1171,9 @@ def one_send_too_many(lab):
 def heads_repeated(lab):
     """KV heads are repeated for their query heads before they are sent: g times the bytes."""
     repeated = "torch.stack([k, v]).repeat_interleave(q.shape[2], 2)"
-    edit(lab, "ring_forward", {"torch.stack([k, v])": repeated, "*kv,": "*kv[:, :, :: q.shape[2]],"})
+    edit(
+        lab, "ring_forward", {"torch.stack([k, v])": repeated, "*kv,": "*kv[:, :, :: q.shape[2]],"}
+    )
 
 
 def not_sent_home(lab):
@@ -1096,9 +1240,13 @@ def expect_close(name, mine, right, tolerance=1e-5, hints=None):
     hints {text: tensor}: if mine is that tensor instead, the text is the hint.
     """
     expect(
-        isinstance(mine, torch.Tensor), f"{name} is {type(mine).__name__}, not a tensor", "return the result"
+        isinstance(mine, torch.Tensor),
+        f"{name} is {type(mine).__name__}, not a tensor",
+        "return the result",
     )
-    expect(mine.shape == right.shape, f"{name} has shape {tuple(mine.shape)}, not {tuple(right.shape)}")
+    expect(
+        mine.shape == right.shape, f"{name} has shape {tuple(mine.shape)}, not {tuple(right.shape)}"
+    )
 
     def error(other):
         apart = torch.linalg.vector_norm((mine - other).double())
@@ -1107,7 +1255,11 @@ def expect_close(name, mine, right, tolerance=1e-5, hints=None):
     known = [text for text, other in (hints or {}).items() if other.shape == right.shape]
     known = [text for text in known if error(hints[text]) <= tolerance < error(right)]
     hint = known[0] if known else ""
-    expect(error(right) <= tolerance, f"{name} is off by {error(right):.1e} (at most {tolerance:.0e})", hint)
+    expect(
+        error(right) <= tolerance,
+        f"{name} is off by {error(right):.1e} (at most {tolerance:.0e})",
+        hint,
+    )
     return error(right)
 
 
@@ -1121,7 +1273,10 @@ class Traffic(torch.utils._python_dispatch.TorchDispatchMode):
 
     OPS = {"allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter"}
     OPS |= {"alltoall": "all_to_all", "send": "send", "broadcast": "broadcast", "reduce": "reduce"}
-    OPS |= {"gather": "gather", "scatter": "scatter"}  # a name starts with one of these, the first that fits
+    OPS |= {
+        "gather": "gather",
+        "scatter": "scatter",
+    }  # a name starts with one of these, the first that fits
 
     def __init__(self):
         super().__init__()
@@ -1135,7 +1290,9 @@ class Traffic(torch.utils._python_dispatch.TorchDispatchMode):
         name = func._opname.replace("_", "")
         op = next((op for start, op in self.OPS.items() if name.startswith(start)), None)
         if op and func.namespace in ("c10d", "_c10d_functional"):
-            tensors = [[t for t in tree_leaves(x) if isinstance(t, torch.Tensor)] for x in (*args, out)]
+            tensors = [
+                [t for t in tree_leaves(x) if isinstance(t, torch.Tensor)] for x in (*args, out)
+            ]
             sizes = [sum(t.nbytes for t in ts) for ts in tensors]
             if op == "all_to_all":  # c10d names the output before the input
                 sizes = [sizes[1 if func.namespace == "c10d" else 0]]
@@ -1157,7 +1314,9 @@ def load(path):
 # Copied from labs/lab1_collectives.py
 def rank_main(rank, world, rendezvous, pipe, limit, function, args):
     """A rank's process: join the others, run function(group, *args), send back what it returns."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # gloo complains there about ranks that others' errors ended
+    os.dup2(
+        os.open(os.devnull, os.O_WRONLY), 2
+    )  # gloo complains there about ranks that others' errors ended
     signal.alarm(limit)  # its parent ends it long before; this is for a parent that was killed
     torch.set_num_threads(1)
     # torch 2.13 renames all_gather_into_tensor and reduce_scatter_tensor; 2.11 knows only these names
@@ -1187,9 +1346,13 @@ def on_ranks(world, function, *args, timeout=60):
     Raises Wrong: the first one that a rank raised, or one naming the ranks still busy after `timeout`
     seconds. function is one of a module's own, and args and results can be pickled.
     """
-    context = multiprocessing.get_context("forkserver")  # forks ranks from a process that has torch already
+    context = multiprocessing.get_context(
+        "forkserver"
+    )  # forks ranks from a process that has torch already
     heavy = {"torch.distributed", "transformers.models.llama.modeling_llama"} & sys.modules.keys()
-    context.set_forkserver_preload([*heavy, "torch._dynamo"])  # the first dispatch mode imports that: 2 s
+    context.set_forkserver_preload(
+        [*heavy, "torch._dynamo"]
+    )  # the first dispatch mode imports that: 2 s
     with tempfile.TemporaryDirectory() as folder, ExitStack() as ending:
         pipes = {}
         for rank in range(world):
@@ -1206,7 +1369,9 @@ def on_ranks(world, function, *args, timeout=60):
         while busy:
             ready = connection.wait(busy, max(0, end - time.monotonic()))
             silent = ", ".join(map(str, busy.values()))
-            hint = "a send without its recv, a collective that some rank skips, or a loop without end"
+            hint = (
+                "a send without its recv, a collective that some rank skips, or a loop without end"
+            )
             expect(ready, f"no answer from rank {silent} in {timeout} s", hint)
             wrong = []
             for pipe in ready:
@@ -1235,10 +1400,14 @@ def check_on_rank(group, answers, bug, name, seed):
 # Copied from labs/lab1_collectives.py
 def print_table(*rows):
     """Columns aligned to the left, after an empty line."""
-    cells = [[f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+    cells = [
+        [f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows
+    ]
     widths = [max(map(len, column)) for column in zip(*cells)]
     print(
-        "", *("  " + "   ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in cells), sep="\n"
+        "",
+        *("  " + "   ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in cells),
+        sep="\n",
     )
 
 
@@ -1279,16 +1448,23 @@ def main(argv=None):
         if args.inject_bug not in (None, *(bug.__name__ for bug in BUGS)):
             raise Unusable(f"no bug {args.inject_bug}; --inject-bug list names them")
         for path in (args.json, args.plot):
-            if path and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):
+            if path and (
+                Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)
+            ):
                 raise Unusable(f"cannot write {path}: a directory, or in none that can be written")
         results = {"lab": Path(__file__).stem, "exercises": run_checks(args), **experiment(args)}
         failed = [name for name, result in results["exercises"].items() if not result["passed"]]
         failed += [name for name in results.get("failed", []) if name not in failed]
         results["passed"] = not failed
         count = f"all {len(results['exercises'])} exercises' checks hold"
-        print(f"\n{'FAIL' if failed else 'PASS'} {results['lab']}: {', '.join(failed) or count}", flush=True)
+        print(
+            f"\n{'FAIL' if failed else 'PASS'} {results['lab']}: {', '.join(failed) or count}",
+            flush=True,
+        )
         if args.json:
-            write_whole(args.json, lambda path: Path(path).write_text(json.dumps(results, indent=1) + "\n"))
+            write_whole(
+                args.json, lambda path: Path(path).write_text(json.dumps(results, indent=1) + "\n")
+            )
         if args.plot:
             write_whole(args.plot, partial(draw, results))
         return 1 if failed else 0
@@ -1313,7 +1489,7 @@ class Parser(argparse.ArgumentParser):
         raise Unusable(message)
 
 
-# Copied from tp.py
+# Copied from labs/grade.py
 def positive(text):
     """A whole number of at least 1, for argparse."""
     if not text.isdecimal() or int(text) < 1:
@@ -1321,14 +1497,17 @@ def positive(text):
     return int(text)
 
 
-# Copied from tp.py
+# Copied from labs/grade.py
 def write_whole(path, write):
     """Have write(another path) make the file, then name it path: whole or not at all, or Unusable."""
     draft = f"{path}.{os.getpid()}{Path(path).suffix}"
     try:
         write(draft)
         os.replace(draft, path)
-    except (OSError, ValueError) as problem:  # a full disk; a picture of a kind that matplotlib lacks
+    except (
+        OSError,
+        ValueError,
+    ) as problem:  # a full disk; a picture of a kind that matplotlib lacks
         raise Unusable(f"cannot write {path}: {problem}") from None
     finally:
         Path(draft).unlink(missing_ok=True)
@@ -1337,7 +1516,9 @@ def write_whole(path, write):
 def token_each(text):
     """A number of tokens of which every rank has one, for argparse."""
     if positive(text) < RANKS:
-        raise argparse.ArgumentTypeError(f"{text} tokens are too few for {RANKS} ranks; {RANKS} would do")
+        raise argparse.ArgumentTypeError(
+            f"{text} tokens are too few for {RANKS} ranks; {RANKS} would do"
+        )
     return int(text)
 
 

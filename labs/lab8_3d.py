@@ -59,6 +59,7 @@ import sys
 import tempfile
 import time
 import traceback
+import types
 import warnings
 import zlib
 from contextlib import ExitStack, nullcontext, suppress
@@ -118,7 +119,9 @@ def make_groups(sizes, config):
     groups = {axis: mesh.get_group(axis) for axis in AXES}
     ranks = mesh.mesh  # (D, P, T)
     copies = head_range(config, 0, sizes["tp"])[2]
-    ends = ranks[:, [0, -1][: sizes["pp"]]]  # (D, 2, T); with one stage (D, 1, T): it is first and last
+    ends = ranks[
+        :, [0, -1][: sizes["pp"]]
+    ]  # (D, 2, T); with one stage (D, 1, T): it is first and last
     lists = {
         "kv": ranks.view(-1, copies),
         "embedding": ends.transpose(1, 2).flatten(0, 1),
@@ -136,7 +139,7 @@ def make_groups(sizes, config):
 
 # Copied from tp.py
 def all_reduce(x, group, op=dist.ReduceOp.SUM):
-    """The sum (or max) of x over the ranks, in a new tensor: autograd may still need the old one."""
+    """The sum (or max) of x over ranks, in a new tensor: autograd may still need the old one."""
     if group.size() == 1:
         return x
     x = x.clone(memory_format=torch.contiguous_format)
@@ -149,7 +152,7 @@ def all_gather(x, group):
     """Every rank's tokens (b, s/P, h) -> all tokens (b, s, h)."""
     if group.size() == 1:
         return x
-    x = x.transpose(0, 1).contiguous()  # ranks are joined along dim 0: why Megatron keeps (s, b, h)
+    x = x.transpose(0, 1).contiguous()  # ranks are joined along dim 0: why Megatron has (s, b, h)
     out = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
     dist.all_gather_into_tensor(out, x, group=group)
     return out.transpose(0, 1)
@@ -168,7 +171,7 @@ def reduce_scatter(x, group):
 
 # Copied from sp_megatron.py
 class GatherFromSPRegion(torch.autograd.Function):
-    """Megatron's g. Every rank's columns used all tokens, so dx is a sum, and each owns s/P of it."""
+    """Megatron's g. Every rank's columns used all tokens, so dx is a sum; each owns s/P of it."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -182,7 +185,7 @@ class GatherFromSPRegion(torch.autograd.Function):
 
 # Copied from sp_megatron.py
 class ReduceScatterToSPRegion(torch.autograd.Function):
-    """Megatron's g*. y sums the ranks' partial results, so each of them receives dy, of all tokens."""
+    """Megatron's g-bar. y sums the ranks' partial results, so each receives dy of all tokens."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -200,17 +203,17 @@ reduce_scatter_to_sp_region = ReduceScatterToSPRegion.apply  # (x (b, s, h), gro
 
 # Copied from tp.py
 def split(n, rank, world):
-    """[start, end) of the rank's share of n things: contiguous, the first n % world ranks hold one more."""
+    """[start, end) of the rank's share of n things: the first n % world ranks hold one more."""
     base, extra = divmod(n, world)
     return rank * base + min(rank, extra), (rank + 1) * base + min(rank + 1, extra)
 
 
 # Copied from tp.py
 def head_range(config, rank, world):
-    """Query heads [q0, q1) and KV heads [k0, k1) of a rank, and how many ranks hold the same KV heads.
+    """Query heads [q0, q1) and KV heads [k0, k1) of a rank; how many ranks hold the same KV heads.
 
-    With world <= kv_heads whole KV groups (a KV head and the query heads that read it) are dealt out;
-    with more ranks than KV heads, `copies` ranks share one KV head and deal out its query heads.
+    With world <= kv_heads whole KV groups (a KV head and the query heads that read it) are dealt
+    out; with more ranks than KV heads, `replicas` ranks share one and deal out its query heads.
     """
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     queries = heads // kv_heads  # query heads a KV head
@@ -223,29 +226,29 @@ def head_range(config, rank, world):
     if world <= kv_heads:
         k0, k1 = split(kv_heads, rank, world)
         return (k0 * queries, k1 * queries), (k0, k1), 1
-    copies = world // kv_heads
-    k = rank // copies
-    q0, q1 = split(queries, rank % copies, copies)
-    return (k * queries + q0, k * queries + q1), (k, k + 1), copies
+    replicas = world // kv_heads
+    k = rank // replicas
+    q0, q1 = split(queries, rank % replicas, replicas)
+    return (k * queries + q0, k * queries + q1), (k, k + 1), replicas
 
 
 # Copied from tp.py
-def keep(parameter, dim, start, end, copies=1):
+def keep(parameter, dim, start, end, replicas=1):
     """A Parameter of its own with rows (dim 0) or columns (dim 1) [start, end) of a full one.
 
-    `part` says which slice of the full tensor it is, `copies` how many ranks hold that same slice.
+    `shard` says which slice of the full tensor it is, `replicas` how many ranks hold that slice.
     """
-    shard = nn.Parameter(parameter.detach().narrow(dim, start, end - start).clone())
-    shard.part, shard.copies = (dim, start, end), copies
-    return shard
+    kept = nn.Parameter(parameter.detach().narrow(dim, start, end - start).clone())
+    kept.shard, kept.replicas = (dim, start, end), replicas
+    return kept
 
 
 # Copied from tp.py
-def column_parallel(linear, start, end, copies=1):
-    """Megatron's ColumnParallelLinear: output features [start, end). torch keeps weight as (out, in)."""
-    linear.weight = keep(linear.weight, 0, start, end, copies)
+def column_parallel(linear, start, end, replicas=1):
+    """Megatron's ColumnParallelLinear: output features [start, end). A weight is (out, in)."""
+    linear.weight = keep(linear.weight, 0, start, end, replicas)
     if linear.bias is not None:
-        linear.bias = keep(linear.bias, 0, start, end, copies)
+        linear.bias = keep(linear.bias, 0, start, end, replicas)
 
 
 # Copied from tp.py
@@ -258,53 +261,70 @@ def row_parallel(linear, start, end, rank):
 
 # Copied from sp_megatron.py
 class VocabParallelEmbedding(nn.Module):
-    """Rows [start, end) of an nn.Embedding; a token of another rank's rows looks up nothing here."""
+    """Rows [start, end) of an nn.Embedding; another rank's token looks up nothing here."""
 
     def __init__(self, embedding, start, end, group):
         super().__init__()
         self.weight, self.start, self.end = keep(embedding.weight, 0, start, end), start, end
-        self.group, pad = group, embedding.padding_idx  # HF gives the padding token's row no gradient
+        self.group, pad = group, embedding.padding_idx  # HF gives this token's row no gradient
         self.padding_idx = pad - start if pad is not None and start <= pad < end else None
 
     def forward(self, ids):  # (b, s) -> (b, s/P, h)
         elsewhere = (ids < self.start) | (ids >= self.end)
         rows = (ids - self.start).masked_fill(elsewhere, 0)
-        out = F.embedding(rows, self.weight, self.padding_idx).masked_fill(elsewhere[..., None], 0)
-        return reduce_scatter_to_sp_region(out, self.group)
+        out = F.embedding(rows, self.weight, self.padding_idx)
+        return reduce_scatter_to_sp_region(out.masked_fill(elsewhere[..., None], 0), self.group)
+
+
+# Copied from tp.py
+def wrap(module, forward):
+    """Have a module run forward(inner, x, ...), inner being what it ran so far.
+
+    The module gets a class of its own, as PyTorch's fully_shard does it. An object that holds its
+    own method (module.forward = ...) would be a reference cycle: weights that are dropped later
+    would stay in memory until Python happens to look for such cycles.
+    """
+    kind = type(module)
+
+    def wrapped(self, *args, **kwargs):
+        return forward(types.MethodType(kind.forward, self), *args, **kwargs)
+
+    module.__class__ = type(kind.__name__, (kind,), {"forward": wrapped})
 
 
 # Copied from sp_megatron.py
 def parallel_block(block, group):
     """Run an attention or MLP block as leave(block(enter(x)))."""
-    inner = block.forward
 
-    def forward(hidden_states, **kwargs):  # (b, s/P, h) -> (b, s/P, h)
+    def forward(inner, hidden_states, **kwargs):  # (b, s/P, h) -> (b, s/P, h)
         out = inner(gather_from_sp_region(hidden_states, group), **kwargs)
         if isinstance(out, tuple):  # attention returns (output, weights)
             return reduce_scatter_to_sp_region(out[0], group), *out[1:]
         return reduce_scatter_to_sp_region(out, group)
 
-    block.forward = forward
+    wrap(block, forward)
 
 
 # Copied from tp.py
 class VocabParallelCrossEntropy(torch.autograd.Function):
     """-log softmax(logits)[target] with the vocabulary cut over the ranks (Megatron-LM).
 
-    logits (n, v/P): columns [start, start + v/P); target (n): ids of the whole vocabulary. Returns the
-    loss of each token, (n). Three numbers a token are reduced instead of gathering v of them.
+    logits (n, v/P): columns [start, start + v/P); target (n): ids of the whole vocabulary. Returns
+    the loss of each token, (n). Three numbers a token are reduced instead of gathering v of them.
     """
 
     @staticmethod
     def forward(ctx, logits, target, start, group):
-        peak = all_reduce(logits.max(-1, keepdim=True).values.float(), group, dist.ReduceOp.MAX)
-        shifted = logits.float() - peak
+        largest = logits.max(-1, keepdim=True).values.float()
+        peak = all_reduce(largest, group, dist.ReduceOp.MAX)
+        shifted = logits.float() - peak  # at most 0: exp stays finite
         elsewhere = (target < start) | (target >= start + logits.shape[-1])
         column = (target - start).masked_fill(elsewhere, 0)[:, None]
         target_logit = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0)
-        target_logit, sum_exp = all_reduce(torch.stack([target_logit, shifted.exp_().sum(-1)]), group)
-        # Not peak + log(sum_exp) as one number: rounded at the size of a logit, it would cost two digits of
-        # the gradient of a confident prediction, where softmax - 1 is small.
+        both = torch.stack([target_logit, shifted.exp_().sum(-1)])
+        target_logit, sum_exp = all_reduce(both, group)
+        # Not peak + log(sum_exp) as one number: rounded at the size of a logit, it would cost two
+        # digits of the gradient of a confident prediction, where softmax - 1 is small.
         ctx.save_for_backward(logits, column, elsewhere, peak, sum_exp)
         return sum_exp.log() - target_logit
 
@@ -319,13 +339,14 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 # Copied from tp.py
 def vocab_parallel_cross_entropy(logits, target, start, group):
     """Loss of each token, (b, s), from this rank's logits (b, s, v/P); 0 where target is IGNORE."""
-    loss = VocabParallelCrossEntropy.apply(logits.flatten(0, 1), target.flatten(), start, group)
+    flat = logits.flatten(0, 1), target.flatten()
+    loss = VocabParallelCrossEntropy.apply(*flat, start, group)
     return loss.view_as(target).masked_fill(target == IGNORE, 0)
 
 
 # Copied from sp_megatron.py
 def token_loss(model, hidden, targets, group):
-    """Sum of the losses of tokens hidden (b, c/P, h) of every rank, each with its part of the vocabulary."""
+    """Sum of the losses of every rank's tokens hidden (b, c/P, h), each with v/P columns."""
     hidden = gather_from_sp_region(hidden, group)  # (b, c, h): the head is column parallel
     logits = F.linear(hidden, model.lm_head.weight)  # (b, c, v/P)
     start, _ = split(model.config.vocab_size, group.rank(), group.size())
@@ -397,7 +418,9 @@ def copies_of(name):
     same. kv is a part of tp: what all of tp shares names tp alone. And dp has it all.
     """
     # exercise: copies_of
-    if name.endswith("norm.weight"):  # input_layernorm, post_attention_layernorm, norm: whole, own tokens
+    if name.endswith(
+        "norm.weight"
+    ):  # input_layernorm, post_attention_layernorm, norm: whole, own tokens
         return ["tp", "dp"]
     if "k_proj" in name or "v_proj" in name:  # where T > KV heads: the same head, own query heads
         return ["kv", "dp"]
@@ -411,7 +434,9 @@ def run_stage(model, x, group):
     """(b, s/T, h) -> (b, s/T, h) through this rank's layers; the first stage takes ids (b, s)."""
     part = model.model
     x = part.embed_tokens(x)  # nn.Identity() but on the first stage
-    positions = torch.arange(x.shape[1] * group.size())[None]  # of all tokens: attention sees them all
+    positions = torch.arange(x.shape[1] * group.size())[
+        None
+    ]  # of all tokens: attention sees them all
     rotary = part.rotary_emb(x, positions)
     for layer in part.layers[slice(*model.stage)]:
         x = layer(x, position_embeddings=rotary)  # no mask: sdpa is causal by itself
@@ -608,14 +633,16 @@ def one_device_step(model, ids, targets, most):
 
 def part_of(full, parameter):
     """The slice of one device's tensor that this rank has a shard of; all of it where it has all: a norm."""
-    dim, start, end = getattr(parameter, "part", (0, 0, len(full)))
+    dim, start, end = getattr(parameter, "shard", (0, 0, len(full)))
     return full.narrow(dim, start, end - start)
 
 
 def relative(mine, right):
     """||mine - right|| / ||right||, of tensors or numbers."""
     mine, right = torch.as_tensor(mine).double(), torch.as_tensor(right).double()
-    error = torch.linalg.vector_norm(mine - right) / torch.linalg.vector_norm(right).clamp(min=1e-30)
+    error = torch.linalg.vector_norm(mine - right) / torch.linalg.vector_norm(right).clamp(
+        min=1e-30
+    )
     return error.nan_to_num(1e30, 1e30).item()  # what is no number is far off
 
 
@@ -629,7 +656,9 @@ class Ledger(TorchDispatchMode):
         """Has the functions of the module lab that train_step calls say when they begin."""
         super().__init__()
         self.rows, self.phase = {}, "elsewhere"
-        self.names = {group.group_name: name for name, group in groups.items() if group and group.size() > 1}
+        self.names = {
+            group.group_name: name for name, group in groups.items() if group and group.size() > 1
+        }
         for function, phase in self.PHASES.items():
             setattr(lab, function, partial(self.begin, phase, getattr(lab, function)))
 
@@ -641,7 +670,9 @@ class Ledger(TorchDispatchMode):
         with Traffic() if func.namespace == "c10d" else nullcontext() as traffic:
             out = func(*args, **(kwargs or {}))
         for op, (calls, sent) in (traffic.ops if traffic else {}).items():
-            packed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))  # the process group
+            packed = next(
+                arg for arg in args if isinstance(arg, torch.ScriptObject)
+            )  # the process group
             group = self.names.get(dist.ProcessGroup.unbox(packed).group_name, "another")
             row = self.rows.setdefault((self.phase, op, group), [0, 0])
             row[0], row[1] = row[0] + calls, row[1] + sent
@@ -659,8 +690,13 @@ def expected_traffic(model, groups, rows, microbatches):
     layers = model.stage[1] - model.stage[0]
     tokens = rows * padded(LENGTH, T)
     hidden = 4 * tokens * h  # one (b, s, h) in float32, all microbatches together
-    gathers, scatters = 2 * layers + last, 2 * layers + first  # the head's input; the embedding's output
-    own = {name: 4 * sum(p.numel() for p in model.parameters() if name in p.shared) for name in size}
+    gathers, scatters = (
+        2 * layers + last,
+        2 * layers + first,
+    )  # the head's input; the embedding's output
+    own = {
+        name: 4 * sum(p.numel() for p in model.parameters() if name in p.shared) for name in size
+    }
     table = {
         ("count", "all_reduce", "dp"): [1, 8],
         ("forward", "all_gather", "tp"): [M * gathers, gathers * hidden],
@@ -684,7 +720,10 @@ def usual_norms(model, groups):
 
     def counted(*once):
         """The sum of squares; those that a group named here shares are divided by its size."""
-        sizes = [math.prod(groups[name].size() for name in shared if name in once) for shared, _ in squares]
+        sizes = [
+            math.prod(groups[name].size() for name in shared if name in once)
+            for shared, _ in squares
+        ]
         return sum(square / size for (_, square), size in zip(squares, sizes))
 
     once = counted("kv", "tp", "embedding")
@@ -728,7 +767,9 @@ def prove(lab, sizes, microbatches, seed):
             found[name] = relative(p.grad, part_of(grads[SAME.get(name, name)], p))
         errors = {name: max(error, errors.get(name, 0)) for name, error in found.items()}
     norms = {text: square.sqrt().item() for text, square in usual_norms(cut, groups).items()}
-    held = sum(p.numel() / math.prod(groups[name].size() for name in p.shared) for p in cut.parameters())
+    held = sum(
+        p.numel() / math.prod(groups[name].size() for name in p.shared) for p in cut.parameters()
+    )
     places = {name: dist.get_process_group_ranks(group) for name, group in groups.items() if group}
     return {
         "errors": errors, "norms": norms, "groups": places, "loss": my_loss.item(), "norm": my_norm.item(),
@@ -760,8 +801,16 @@ def check_mesh(lab, group, seed):
         for place in itertools.product(*map(range, shape)):
             rank, right = ranks[place].item(), dict(zip(AXES, place))
             mine, where = lab.coordinates(rank, dict(sizes)), f"rank {rank} of {say(sizes)}"
-            inside_out = [rank % shape[0], rank // shape[0] % shape[1], rank // shape[0] // shape[1]]
-            hint = "tp counts fastest: its ranks are neighbours" if list(mine.values()) == inside_out else ""
+            inside_out = [
+                rank % shape[0],
+                rank // shape[0] % shape[1],
+                rank // shape[0] // shape[1],
+            ]
+            hint = (
+                "tp counts fastest: its ranks are neighbours"
+                if list(mine.values()) == inside_out
+                else ""
+            )
             expect(mine == right, f"coordinates of {where}: {mine}, not {right}", hint)
             for axis, name in enumerate(AXES):
                 mine = lab.group_ranks(rank, name, dict(sizes))
@@ -770,7 +819,9 @@ def check_mesh(lab, group, seed):
                     "these share a coordinate that a group differs in": ranks.select(axis, place[axis]),
                     "only those of tp are neighbours": rank - place[axis] + torch.arange(shape[axis]),
                 }  # fmt: skip
-                hint = next((text for text, wrong in hints.items() if wrong.flatten().tolist() == mine), "")
+                hint = next(
+                    (text for text, wrong in hints.items() if wrong.flatten().tolist() == mine), ""
+                )
                 expect(mine == line, f"the {name} group of {where}: {mine}, not {line}", hint)
     shape = [(2, 2, 2), (1, 4, 2), (4, 1, 2), (2, 4, 1), (2, 1, 4)][seed % 5]
     mesh, sizes = init_device_mesh("cpu", shape, mesh_dim_names=AXES), dict(zip(AXES, shape))
@@ -778,7 +829,9 @@ def check_mesh(lab, group, seed):
     expect(mine == right, f"{mine} are not torch's coordinates, {right}")
     for axis in AXES:
         right = dist.get_process_group_ranks(mesh.get_group(axis))
-        expect(lab.group_ranks(group.rank(), axis, sizes) == right, f"torch's {axis} group is {right}")
+        expect(
+            lab.group_ranks(group.rank(), axis, sizes) == right, f"torch's {axis} group is {right}"
+        )
     return f"{2 + len(random)} meshes; as init_device_mesh has it for {say(sizes)} on 8 ranks"
 
 
@@ -805,7 +858,9 @@ def check_copies_of(lab, group, seed):
 
 def drawn(shape, *key):
     """Random numbers that only the key decides: the same on every rank that asks for them."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(repr(key).encode())))
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
+    )
 
 
 def check_loss_scale(lab, group, seed):
@@ -820,7 +875,10 @@ def check_loss_scale(lab, group, seed):
     logits = F.linear(hidden, model.lm_head.weight.detach())
     right = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
     right.backward()
-    rows, tokens = replica_rows(len(targets), groups), slice(*split(LENGTH - 1, groups["tp"].rank(), 2))
+    rows, tokens = (
+        replica_rows(len(targets), groups),
+        slice(*split(LENGTH - 1, groups["tp"].rank(), 2)),
+    )
     own, total = (targets[rows] != IGNORE).sum().item(), (targets != IGNORE).sum().item()
     count = int(lab.target_count(targets[rows], groups))
     hint = {
@@ -846,7 +904,8 @@ def check_loss_scale(lab, group, seed):
     whole, others = right.detach(), "weights a target by how few others it has beside it"
     hints = {
         f"a mean of the microbatches' means {others}": batch(means),
-        f"a mean of the microbatches' means {others}; and they are added up undivided": 4 * batch(means),
+        f"a mean of the microbatches' means {others}; and they are added up undivided": 4
+        * batch(means),
         f"a mean of the replicas' means {others}": batch(own_mean),
         "the sum is not divided by count": whole * total,
         "count is that of all microbatches already": whole / microbatches,
@@ -862,7 +921,10 @@ def shards(lab, sizes, seed):
     model = tiny_model(sizes["pp"], seed)
     groups = make_groups(sizes, model.config)
     parallelize(model, groups)
-    keys = {name: (SAME.get(name, name), getattr(p, "part", None)) for name, p in model.named_parameters()}
+    keys = {
+        name: (SAME.get(name, name), getattr(p, "shard", None))
+        for name, p in model.named_parameters()
+    }
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, set(keys.values()))
     return model, groups, {
@@ -895,7 +957,10 @@ def check_finish_gradients(lab, group, seed):
                     mean = f"a mean, not the sum, over {over}: microbatch_loss has divided already"
                     hints[mean] = sum(parts.values()) / groups[over].size()
             means = sum(parts.values()) / math.prod(groups[over].size() for over in p.shared)
-            right[name] = sum(parts.values()), hints | {"a mean, not the sum, over every group": means}
+            right[name] = (
+                sum(parts.values()),
+                hints | {"a mean, not the sum, over every group": means},
+            )
         with Traffic() as traffic:
             lab.finish_gradients(model, groups)
         for name, p in model.named_parameters():
@@ -905,7 +970,11 @@ def check_finish_gradients(lab, group, seed):
         over = {name for p in model.parameters() for name in p.shared if groups[name].size() > 1}
         most = sum(p.grad.nbytes for p in model.parameters() for name in p.shared if name in over)
         calls, sent = map(sum, zip(*traffic.ops.values())) if traffic.ops else (0, 0)
-        expect(calls <= len(over), f"{calls} messages for {len(over)} groups", "join a group's gradients")
+        expect(
+            calls <= len(over),
+            f"{calls} messages for {len(over)} groups",
+            "join a group's gradients",
+        )
         expect(sent <= most, f"{sent} bytes sent, {most} will do", "only what the group shares")
         moved = max(moved, sent)
     return f"{say(CUBE)}, {say(TALL)}, {say(DEEP)}: off by {worst:.0e}; one message a group, {moved} bytes"
@@ -942,7 +1011,9 @@ def check_grad_norm(lab, group, seed):
         )
         hints["this is this rank's share: sum the squares over groups['model']"] = own.sqrt()
         title = f"{say(sizes)}: the norm on rank {group.rank()}"
-        worst = max(worst, expect_close(title, torch.as_tensor(norm).double().detach(), right, hints=hints))
+        worst = max(
+            worst, expect_close(title, torch.as_tensor(norm).double().detach(), right, hints=hints)
+        )
         sent = sum(sent for _, sent in traffic.ops.values())
         expect(sent <= 32, f"{sent} bytes sent for a norm", "send a sum of squares: one number")
         same = all(torch.equal(p.grad, old) for p, old in zip(model.parameters(), before))
@@ -975,7 +1046,8 @@ def check_clip(lab, group, seed):
             hints = {
                 "gradients that are small enough stay as they are": f * (most / norm.float()),
                 "that clips by the norm of what this rank holds": f * (most / own).clamp(max=1),
-                "each tensor is clipped by itself: the gradient points elsewhere": f * (most / f.norm()),
+                "each tensor is clipped by itself: the gradient points elsewhere": f
+                * (most / f.norm()),
                 "nothing is clipped": f,
             }
             worst = max(worst, expect_close(f"{case}: a gradient", mine, wanted, hints=hints))
@@ -988,7 +1060,11 @@ def check_train_step(lab, group, seed):
     for name, error in found["errors"].items():
         hint = "first every .grad is finished, over all groups; then one norm of them; by it they are clipped"
         what = f"the gradient of {name}" if "." in name else name
-        expect(error <= 1e-5, f"{what} on rank {group.rank()} is off by {error:.1e} (at most 1e-05)", hint)
+        expect(
+            error <= 1e-5,
+            f"{what} on rank {group.rank()} is off by {error:.1e} (at most 1e-05)",
+            hint,
+        )
     expect(found["traffic"] == found["expected"], "the step sends something else than it should",
            "each of the functions once")  # fmt: skip
     worst = max(found["errors"].values())
@@ -1025,7 +1101,9 @@ def on_torchruns_ranks(task=None):
     Rank 0 comes here from main(), with the task; the others have waited for it.
     """
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # rank_main
+    warnings.filterwarnings(
+        "ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning
+    )  # rank_main
     dist.init_process_group("gloo")
     tasks, reports = [task], [None] * dist.get_world_size()
     dist.broadcast_object_list(tasks)
@@ -1055,7 +1133,9 @@ def experiment(args):
     sizes = mesh_sizes(args)
     task = args.inject_bug, sizes, args.microbatches, args.seed
     world = math.prod(sizes.values())
-    reports = on_torchruns_ranks(task) if "RANK" in os.environ else on_ranks(world, prove_on_rank, *task)
+    reports = (
+        on_torchruns_ranks(task) if "RANK" in os.environ else on_ranks(world, prove_on_rank, *task)
+    )
     nodes = 1 + max(report["node"] for report in reports)
     on = f"{world} ranks" + (f" of {nodes} nodes" if nodes > 1 else "")
     print(f"\nLLaMA on {on}, dp x pp x tp = {say(sizes)}, beside one device")
@@ -1080,12 +1160,17 @@ def print_errors(reports):
             worst[kind] = max(worst.get(kind, (0, 0, shared)), (error, rank, shared))
     rows = [[kind, shared, f"{error:.1e}", rank] for kind, (error, rank, shared) in worst.items()]
     print_table(["", "the same on all ranks of", "off by at most", "on rank"], *rows)
-    return [f"{kind} off by {error:.1e}" for kind, (error, *_) in worst.items() if not error <= 1e-5]
+    return [
+        f"{kind} off by {error:.1e}" for kind, (error, *_) in worst.items() if not error <= 1e-5
+    ]
 
 
 def print_traffic(reports):
     """A line for each collective, its phase and its group; returns those that the formula has otherwise."""
-    rows, failed = [["phase", "what", "group", "groups x ranks", "calls", "bytes a rank", "as expected"]], []
+    rows, failed = (
+        [["phase", "what", "group", "groups x ranks", "calls", "bytes a rank", "as expected"]],
+        [],
+    )
     phases = list(Ledger.PHASES.values())
 
     def spread(numbers):
@@ -1109,7 +1194,9 @@ def print_traffic(reports):
 
 def print_norms(reports, most=0.5):
     """The gradient norm as it is usually got wrong, and what clipping to `most` would multiply by."""
-    rows = [["the norm, computed", "lowest rank", "highest rank", f"clipped to {most}: gradients times"]]
+    rows = [
+        ["the norm, computed", "lowest rank", "highest rank", f"clipped to {most}: gradients times"]
+    ]
     for text in reports[0]["norms"]:
         norms = [report["norms"][text] for report in reports]
         low, high = min(norms), max(norms)
@@ -1132,7 +1219,9 @@ def draw(results, path):
 
     reports, sizes, phases = results["ranks"], results["mesh"], list(Ledger.PHASES.values())
     traffic = [{tuple(row[:3]): row[3:] for row in report["traffic"]} for report in reports]
-    keys = sorted({key for rows in traffic for key in rows}, key=lambda key: (phases.index(key[0]), key))
+    keys = sorted(
+        {key for rows in traffic for key in rows}, key=lambda key: (phases.index(key[0]), key)
+    )
     figure, axis = pyplot.subplots(figsize=(4.5 + 0.95 * len(reports), 1.9 + 0.42 * len(keys)))
     for y, key in enumerate(keys):
         op, name = key[1:]
@@ -1142,10 +1231,14 @@ def draw(results, path):
             ranks = report["groups"].get(name, [rank])
             colour = COLOURS[ranks[0] % len(COLOURS)]
             face, ink = (
-                (colour, "white" if colour in DARK else "black") if key in rows else ("white", "black")
+                (colour, "white" if colour in DARK else "black")
+                if key in rows
+                else ("white", "black")
             )
             corner, text = (rank - 0.46, y - 0.4), " ".join(map(str, ranks))
-            axis.add_patch(pyplot.Rectangle(corner, 0.92, 0.8, facecolor=face, edgecolor=colour, linewidth=2))
+            axis.add_patch(
+                pyplot.Rectangle(corner, 0.92, 0.8, facecolor=face, edgecolor=colour, linewidth=2)
+            )
             text = text if len(ranks) <= 4 else f"{ranks[0]} to {ranks[-1]}"
             text = text if key in rows else "receives"
             axis.text(rank, y, text, ha="center", va="center", color=ink, fontsize=9)
@@ -1153,7 +1246,9 @@ def draw(results, path):
         size = f"{most / 1024:.1f} KiB" if most > 99 else f"{most} bytes"
         axis.text(len(reports) + 0.4, y, size, va="center", ha="right")
     places = [coordinates(rank, sizes).items() for rank in range(len(reports))]
-    ticks = ["\n".join([f"rank {r}", *(f"{a} {n}" for a, n in place)]) for r, place in enumerate(places)]
+    ticks = [
+        "\n".join([f"rank {r}", *(f"{a} {n}" for a, n in place)]) for r, place in enumerate(places)
+    ]
     axis.set_xticks([*range(len(reports)), len(reports)], [*ticks, "a rank,\nat most"])
     axis.set_yticks(
         range(len(keys)), [f"{phase}: {op.replace('_', '-')}, {name}" for phase, op, name in keys]
@@ -1162,7 +1257,9 @@ def draw(results, path):
     axis.xaxis.tick_top()
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
-    title = f"Who talks to whom in a step, dp x pp x tp = {say(sizes)}. In a row: one colour, one group"
+    title = (
+        f"Who talks to whom in a step, dp x pp x tp = {say(sizes)}. In a row: one colour, one group"
+    )
     axis.set_title(title, loc="left", pad=12)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
@@ -1270,7 +1367,9 @@ def norm_before_the_sums(lab):
     """The norm is taken before the gradients are finished."""
 
     def train_step(model, ids, targets, groups, microbatches, most):
-        held = lab.forward_all(model, ids, targets, lab.target_count(targets, groups), groups, microbatches)
+        held = lab.forward_all(
+            model, ids, targets, lab.target_count(targets, groups), groups, microbatches
+        )
         lab.backward_all(held, groups)
         norm = lab.grad_norm(model, groups)
         lab.finish_gradients(model, groups)
@@ -1329,9 +1428,13 @@ def expect_close(name, mine, right, tolerance=1e-5, hints=None):
     hints {text: tensor}: if mine is that tensor instead, the text is the hint.
     """
     expect(
-        isinstance(mine, torch.Tensor), f"{name} is {type(mine).__name__}, not a tensor", "return the result"
+        isinstance(mine, torch.Tensor),
+        f"{name} is {type(mine).__name__}, not a tensor",
+        "return the result",
     )
-    expect(mine.shape == right.shape, f"{name} has shape {tuple(mine.shape)}, not {tuple(right.shape)}")
+    expect(
+        mine.shape == right.shape, f"{name} has shape {tuple(mine.shape)}, not {tuple(right.shape)}"
+    )
 
     def error(other):
         apart = torch.linalg.vector_norm((mine - other).double())
@@ -1340,7 +1443,11 @@ def expect_close(name, mine, right, tolerance=1e-5, hints=None):
     known = [text for text, other in (hints or {}).items() if other.shape == right.shape]
     known = [text for text in known if error(hints[text]) <= tolerance < error(right)]
     hint = known[0] if known else ""
-    expect(error(right) <= tolerance, f"{name} is off by {error(right):.1e} (at most {tolerance:.0e})", hint)
+    expect(
+        error(right) <= tolerance,
+        f"{name} is off by {error(right):.1e} (at most {tolerance:.0e})",
+        hint,
+    )
     return error(right)
 
 
@@ -1354,7 +1461,10 @@ class Traffic(torch.utils._python_dispatch.TorchDispatchMode):
 
     OPS = {"allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter"}
     OPS |= {"alltoall": "all_to_all", "send": "send", "broadcast": "broadcast", "reduce": "reduce"}
-    OPS |= {"gather": "gather", "scatter": "scatter"}  # a name starts with one of these, the first that fits
+    OPS |= {
+        "gather": "gather",
+        "scatter": "scatter",
+    }  # a name starts with one of these, the first that fits
 
     def __init__(self):
         super().__init__()
@@ -1368,7 +1478,9 @@ class Traffic(torch.utils._python_dispatch.TorchDispatchMode):
         name = func._opname.replace("_", "")
         op = next((op for start, op in self.OPS.items() if name.startswith(start)), None)
         if op and func.namespace in ("c10d", "_c10d_functional"):
-            tensors = [[t for t in tree_leaves(x) if isinstance(t, torch.Tensor)] for x in (*args, out)]
+            tensors = [
+                [t for t in tree_leaves(x) if isinstance(t, torch.Tensor)] for x in (*args, out)
+            ]
             sizes = [sum(t.nbytes for t in ts) for ts in tensors]
             if op == "all_to_all":  # c10d names the output before the input
                 sizes = [sizes[1 if func.namespace == "c10d" else 0]]
@@ -1390,7 +1502,9 @@ def load(path):
 # Copied from labs/lab1_collectives.py
 def rank_main(rank, world, rendezvous, pipe, limit, function, args):
     """A rank's process: join the others, run function(group, *args), send back what it returns."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # gloo complains there about ranks that others' errors ended
+    os.dup2(
+        os.open(os.devnull, os.O_WRONLY), 2
+    )  # gloo complains there about ranks that others' errors ended
     signal.alarm(limit)  # its parent ends it long before; this is for a parent that was killed
     torch.set_num_threads(1)
     # torch 2.13 renames all_gather_into_tensor and reduce_scatter_tensor; 2.11 knows only these names
@@ -1420,9 +1534,13 @@ def on_ranks(world, function, *args, timeout=60):
     Raises Wrong: the first one that a rank raised, or one naming the ranks still busy after `timeout`
     seconds. function is one of a module's own, and args and results can be pickled.
     """
-    context = multiprocessing.get_context("forkserver")  # forks ranks from a process that has torch already
+    context = multiprocessing.get_context(
+        "forkserver"
+    )  # forks ranks from a process that has torch already
     heavy = {"torch.distributed", "transformers.models.llama.modeling_llama"} & sys.modules.keys()
-    context.set_forkserver_preload([*heavy, "torch._dynamo"])  # the first dispatch mode imports that: 2 s
+    context.set_forkserver_preload(
+        [*heavy, "torch._dynamo"]
+    )  # the first dispatch mode imports that: 2 s
     with tempfile.TemporaryDirectory() as folder, ExitStack() as ending:
         pipes = {}
         for rank in range(world):
@@ -1439,7 +1557,9 @@ def on_ranks(world, function, *args, timeout=60):
         while busy:
             ready = connection.wait(busy, max(0, end - time.monotonic()))
             silent = ", ".join(map(str, busy.values()))
-            hint = "a send without its recv, a collective that some rank skips, or a loop without end"
+            hint = (
+                "a send without its recv, a collective that some rank skips, or a loop without end"
+            )
             expect(ready, f"no answer from rank {silent} in {timeout} s", hint)
             wrong = []
             for pipe in ready:
@@ -1468,10 +1588,14 @@ def check_on_rank(group, answers, bug, name, seed):
 # Copied from labs/lab1_collectives.py
 def print_table(*rows):
     """Columns aligned to the left, after an empty line."""
-    cells = [[f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+    cells = [
+        [f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows
+    ]
     widths = [max(map(len, column)) for column in zip(*cells)]
     print(
-        "", *("  " + "   ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in cells), sep="\n"
+        "",
+        *("  " + "   ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in cells),
+        sep="\n",
     )
 
 
@@ -1512,16 +1636,23 @@ def main(argv=None):
         if args.inject_bug not in (None, *(bug.__name__ for bug in BUGS)):
             raise Unusable(f"no bug {args.inject_bug}; --inject-bug list names them")
         for path in (args.json, args.plot):
-            if path and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):
+            if path and (
+                Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)
+            ):
                 raise Unusable(f"cannot write {path}: a directory, or in none that can be written")
         results = {"lab": Path(__file__).stem, "exercises": run_checks(args), **experiment(args)}
         failed = [name for name, result in results["exercises"].items() if not result["passed"]]
         failed += [name for name in results.get("failed", []) if name not in failed]
         results["passed"] = not failed
         count = f"all {len(results['exercises'])} exercises' checks hold"
-        print(f"\n{'FAIL' if failed else 'PASS'} {results['lab']}: {', '.join(failed) or count}", flush=True)
+        print(
+            f"\n{'FAIL' if failed else 'PASS'} {results['lab']}: {', '.join(failed) or count}",
+            flush=True,
+        )
         if args.json:
-            write_whole(args.json, lambda path: Path(path).write_text(json.dumps(results, indent=1) + "\n"))
+            write_whole(
+                args.json, lambda path: Path(path).write_text(json.dumps(results, indent=1) + "\n")
+            )
         if args.plot:
             write_whole(args.plot, partial(draw, results))
         return 1 if failed else 0
@@ -1546,7 +1677,7 @@ class Parser(argparse.ArgumentParser):
         raise Unusable(message)
 
 
-# Copied from tp.py
+# Copied from labs/grade.py
 def positive(text):
     """A whole number of at least 1, for argparse."""
     if not text.isdecimal() or int(text) < 1:
@@ -1554,14 +1685,17 @@ def positive(text):
     return int(text)
 
 
-# Copied from tp.py
+# Copied from labs/grade.py
 def write_whole(path, write):
     """Have write(another path) make the file, then name it path: whole or not at all, or Unusable."""
     draft = f"{path}.{os.getpid()}{Path(path).suffix}"
     try:
         write(draft)
         os.replace(draft, path)
-    except (OSError, ValueError) as problem:  # a full disk; a picture of a kind that matplotlib lacks
+    except (
+        OSError,
+        ValueError,
+    ) as problem:  # a full disk; a picture of a kind that matplotlib lacks
         raise Unusable(f"cannot write {path}: {problem}") from None
     finally:
         Path(draft).unlink(missing_ok=True)
@@ -1592,7 +1726,11 @@ def tp_size(text):
 def add_options(parser):
     """The lab's own options."""
     add = parser.add_argument
-    add("--dp", type=axis_size, help="replicas (what --pp and --tp leave of 8 ranks, or of torchrun's)")
+    add(
+        "--dp",
+        type=axis_size,
+        help="replicas (what --pp and --tp leave of 8 ranks, or of torchrun's)",
+    )
     add("--pp", type=axis_size, help="stages (2)")
     add("--tp", type=tp_size, help="ranks that share a layer (2)")
     add("--microbatches", type=positive, default=3, help="of a replica, in a step (3)")

@@ -14,11 +14,21 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 STRATEGIES = ["tp.py", "sp_megatron.py", "sp_ulysses.py", "pp.py"]
-LONG = ["real_weights", "faults", "strategies", "notebooks", "mutants", "grade", "pp", "docs", "lab5"]
+LONG = [
+    "real_weights",
+    "faults",
+    "strategies",
+    "notebooks",
+    "mutants",
+    "grade",
+    "pp",
+    "docs",
+    "lab5",
+]
 
 
 def torchrun(ranks, *command, timeout=300, **options):
-    """torchrun on this machine, from the project's folder; returns the CompletedProcess, output as text."""
+    """torchrun on this machine, from the project's folder; returns the CompletedProcess."""
     launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
     options = {"cwd": ROOT, "env": ENVIRONMENT, "capture_output": True, "text": True, **options}
     return subprocess.run([*launch, *map(str, command)], timeout=timeout, **options)
@@ -41,7 +51,7 @@ REGION = re.compile(r"^( *)# exercise: (\w+)\n(.*?)^ *# end exercise\n", re.M | 
 
 
 def splice(lab, path, exercise, regions):
-    """Write a lab (its module) to path, with the exercise's regions replaced; None leaves one as it is."""
+    """Write a lab (its module) to path, the exercise's regions replaced; None leaves one alone."""
     regions = iter(regions)
 
     def replaced(match):
@@ -57,7 +67,9 @@ def graded(lab, file, exercise, bug=None, seed=1, timeout=30):
     """What a lab's check of an exercise says of a file: (passed, report, hint)."""
     check, world = lab.CHECKS[exercise]
     try:
-        reports = lab.on_ranks(world, lab.check_on_rank, str(file), bug, exercise, seed, timeout=timeout)
+        reports = lab.on_ranks(
+            world, lab.check_on_rank, str(file), bug, exercise, seed, timeout=timeout
+        )
     except lab.Wrong as wrong:
         return False, wrong.found, wrong.hint
     return True, reports[0], ""
@@ -75,29 +87,45 @@ def run_many(ranks, commands, folder, offline, timeout=1200):
     return {tuple(c): done[i] if i < len(done) else lost for i, c in enumerate(commands)}
 
 
+SAMPLE = (  # of the slow tests, what CI runs: parts of their ids
+    "test_lab", "test_grade", "committed", "bad_notebook", "full_disk", "two_agents_run_one_job[pp",
+    "[2-kill-forward-", "[2-stop-collective-", "[2-raise-backward-", "[2-hang-backward-",
+    "learns[sp_megatron.py-2-", "long_sequences", "under_torchrun_rank_0", "of_each_kind[lengths",
+    "operators", "excuses",
+)  # fmt: skip
+
+
 def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: real weights, or minutes; `make test-slow` runs these")
+    config.addinivalue_line(
+        "markers", "slow: real weights, or minutes; `make test-slow` runs these"
+    )
+    config.addinivalue_line("markers", "sample: of the slow tests those that CI runs")
 
 
 def pytest_collection_modifyitems(items):
-    """The files that take longest first, so that two workers are done at about the same time."""
+    """Mark the sample; the files that take longest first, so that two workers end together."""
 
     def turn(item):
         name = item.path.stem.removeprefix("test_")
         return [*LONG, name].index(name)
 
+    for item in items:
+        if item.get_closest_marker("slow") and any(part in item.nodeid for part in SAMPLE):
+            item.add_marker("sample")
     items.sort(key=turn)
 
 
 @pytest.fixture(scope="session")
 def outcomes(tmp_path_factory):
-    """outcome(ranks, commands, command): all the commands run, once, when the first of them is asked for."""
+    """outcome(ranks, commands, command): all commands run, once, when the first is asked for."""
     known = {}
 
     def outcome(ranks, commands, command, offline=False):
         key = ranks, json.dumps(commands)
         if key not in known:
-            known[key] = run_many(ranks, commands, tmp_path_factory.mktemp(f"ranks{ranks}"), offline)
+            known[key] = run_many(
+                ranks, commands, tmp_path_factory.mktemp(f"ranks{ranks}"), offline
+            )
         return known[key][tuple(command)]
 
     return outcome

@@ -1,9 +1,10 @@
 """Guards code that stands in several scripts: each copy must be word for word its original.
 
-The scripts and labs import nothing of each other, so that one file is all there is to read. What they have in
-common carries the line `# Copied from tp.py` above it: here the text below that line is compared with the
-statement of the same name in the file named. Where two scripts share it the line stands in the original too,
-so that `diff` of the two shows only what differs.
+The scripts and labs import nothing of each other, so that one file is all there is to read. What
+they have in common carries the line `# Copied from tp.py` above it: here the text below that line
+is compared with the statement of the same name in the file named. Above the banner of a section the
+line stands for all of the file from there on. Where two scripts share something, the line stands in
+the original too, so that `diff` of the two shows only what differs.
 
     python tests/copies.py          # list what drifted; exit 1 if anything did
     python tests/copies.py --fix    # write the original over its copies
@@ -16,13 +17,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = re.compile(r"# Copied from ([\w/]+\.py)$")
+TAIL = re.compile(r"^# Copied from ([\w/]+\.py)\n# -+\n# \d\. ", re.M)
 
 
 def statements(text):
-    """{name: (first line, last line, file it was copied from or None)} of a module's statements, from 0."""
+    """{name: (first line, last line, file it was copied from or None)} of a module, from 0.
+
+    Those of a tail that is copied as a whole are not listed one by one, except in the original.
+    """
     lines, found = text.splitlines(), {}
     for node in ast.parse(text).body:
-        first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))]) - 1
+        decorators = (d.lineno for d in getattr(node, "decorator_list", []))
+        first = min([node.lineno, *decorators]) - 1
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             name = node.name
         elif isinstance(node, ast.Assign):
@@ -34,6 +40,12 @@ def statements(text):
     return found
 
 
+def split_tail(text):
+    """(the text before a tail that is copied as a whole, the tail, the file it is copied from)."""
+    mark = TAIL.search(text)
+    return (text[: mark.start()], text[mark.start() :], mark[1]) if mark else (text, "", None)
+
+
 def drift(folder=ROOT, fix=False):
     """One line for each copy that is not its original, and for each copy that nothing marks.
 
@@ -41,37 +53,47 @@ def drift(folder=ROOT, fix=False):
     """
     files = [*folder.glob("*.py"), *folder.glob("labs/*.py")]
     texts = {path.relative_to(folder).as_posix(): path.read_text() for path in sorted(files)}
-    tables = {name: statements(text) for name, text in texts.items()}
     problems = []
+
+    def write(script, text):
+        (folder / script).write_text(text)
+        texts[script] = text
+        problems[-1] += " (written anew)"
+
+    for script in texts:
+        head, tail, original = split_tail(texts[script])
+        if original and split_tail(texts[original])[1] != tail:
+            problems.append(f"{script}: its last sections differ from those of {original}")
+            if fix:
+                write(script, head + split_tail(texts[original])[1])
+    tables = {name: statements(text) for name, text in texts.items()}
+    own = {name: statements(split_tail(text)[0]) for name, text in texts.items()}
 
     def source(script, name):
         first, last, _ = tables[script][name]
         return "\n".join(texts[script].splitlines()[first:last])
 
     for script in texts:
-        for name, (first, last, original) in reversed(tables[script].items()):  # last first: lines stay put
+        for name, (first, last, original) in reversed(own[script].items()):  # lines stay put
             if original and name not in tables.get(original, {}):
-                problems.append(
-                    f"{script}: {name} says it was copied from {original}, which has no such thing"
-                )
+                problems.append(f"{script}: {name} is said to be of {original}, which has none")
             elif original == script:
-                others = [tables[other].get(name, (0, 0, None))[2] for other in texts if other != script]
-                if script not in others:
-                    problems.append(f"{script}: {name} is marked as copied, and nothing copies it")
+                others = [own[other].get(name, (0, 0, None))[2] for other in texts]
+                if others.count(script) == 1:
+                    problems.append(f"{script}: {name} is marked as copied, but nothing copies it")
             elif original and source(script, name) != source(original, name):
                 problems.append(f"{script}: {name} differs from its original in {original}")
                 if fix:
                     lines = texts[script].splitlines()
                     lines[first:last] = source(original, name).splitlines()
-                    (folder / script).write_text("\n".join(lines) + "\n")
-                    texts[script] = "\n".join(lines) + "\n"
-                    tables[script] = statements(texts[script])  # others copy from here: lines have moved
-                    problems[-1] += " (written anew)"
+                    write(script, "\n".join(lines) + "\n")
+                    tables[script] = statements(texts[script])  # others copy from here
             elif not original and last - first > 2:
                 for other in texts:
-                    known = other == script or name not in tables[other] or tables[other][name][2] == script
+                    known = other == script or name not in own[other]
+                    known = known or own[other][name][2] == script
                     if not known and source(other, name) == source(script, name):
-                        problems.append(f"{script}: {name} is the same in {other}, and nothing marks it")
+                        problems.append(f"{script}: {name} is the same in {other}, and unmarked")
     return problems
 
 

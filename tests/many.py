@@ -1,9 +1,10 @@
-"""Runs many command lines of the scripts on one set of ranks, so that a test suite starts torch only once.
+"""Runs many command lines of the scripts on one set of ranks: a test suite starts torch only once.
 
     torchrun --nproc_per_node=2 tests/many.py CASES.json OUTCOMES.json
 
-CASES.json: a list of command lines, each a list such as ["tp.py", "--mode", "all"]. Each runs as a user would
-run it: the file as __main__, in a fresh namespace, on its own process group. OUTCOMES.json: for each its
+CASES.json: a list of command lines, each a list such as ["tp.py", "--mode", "all"]. Each runs as a
+user would run it: the file as __main__, in a fresh namespace, on its own process group.
+OUTCOMES.json: for each its
 exit status, what rank 0 printed, and the results of its --json.
 """
 
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from pathlib import Path
 
 import torch.distributed as dist
@@ -29,11 +31,16 @@ STORE = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
 def run_case(number, command):
     """Run one command line on this rank; returns {"exit", "output", "json", "seconds"}."""
     script, *argv = command
-    results = Path(tempfile.gettempdir()) / f"many_{os.environ['TORCHELASTIC_RUN_ID']}_{number}.json"
+    results = (
+        Path(tempfile.gettempdir()) / f"many_{os.environ['TORCHELASTIC_RUN_ID']}_{number}.json"
+    )
     sys.argv = [str(ROOT / script), *argv, *([] if "--json" in argv else ["--json", str(results)])]
     output, begin = io.StringIO(), time.time()
-    own = dist.PrefixStore(f"case {number}", STORE)  # keys of its own: none may meet another's address
-    dist.rendezvous = lambda *_, **__: iter([(own, RANK, WORLD_SIZE)])
+    own = dist.PrefixStore(
+        f"case {number}", STORE
+    )  # keys of its own: none may meet another's address
+    joined = own, RANK, WORLD_SIZE
+    dist.distributed_c10d.rendezvous = lambda *_, **__: iter([joined])
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
             runpy.run_path(sys.argv[0], run_name="__main__")
@@ -43,12 +50,20 @@ def run_case(number, command):
     written = json.loads(results.read_text()) if results.exists() and RANK == 0 else None
     if written:
         results.unlink()
-    return {"exit": status, "output": output.getvalue(), "json": written, "seconds": time.time() - begin}
+    return {
+        "exit": status,
+        "output": output.getvalue(),
+        "json": written,
+        "seconds": time.time() - begin,
+    }
 
 
 def main(cases, outcomes):
     done = []
-    time.sleep = lambda seconds: None  # nobody ends the ranks between cases, so none has to wait for rank 0
+    warnings.filterwarnings("ignore", "Unable to enable fault handler")  # our stderr is no file
+    time.sleep = lambda seconds: (
+        None
+    )  # nobody ends the ranks between cases, so none has to wait for rank 0
     for number, command in enumerate(json.loads(Path(cases).read_text())):
         try:
             done.append(run_case(number, command))
@@ -56,7 +71,7 @@ def main(cases, outcomes):
             traceback.print_exc()
             os._exit(1)
         if number == 0:
-            gc.freeze()  # what has been imported will stay: a script's last collection need not look at it
+            gc.freeze()  # what has been imported will stay: no collection need look at it
         if RANK == 0:
             Path(outcomes).write_text(json.dumps(done))
 

@@ -1,4 +1,4 @@
-"""Whatever the command line or the config says: exit 0, 1 or 2, and 2 with one line that says why."""
+"""Whatever command line or config says: exit 0, 1 or 2, and 2 with one line that says why."""
 
 import contextlib
 import importlib
@@ -15,8 +15,12 @@ from hypothesis import strategies as st
 
 pytestmark = pytest.mark.slow  # 600 cases
 sys.path[:0] = [str(ROOT), str(ROOT / "labs")]
-CASES = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
-NUMBERS = st.sampled_from(["0", "1", "2", "3", "7", "-1", "1.5", "1e3", "", "many", "٣", "\x00", "9" * 30])
+CASES = settings(
+    deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
+)
+NUMBERS = st.sampled_from(
+    ["0", "1", "2", "3", "7", "-1", "1.5", "1e3", "", "many", "٣", "\x00", "9" * 30]
+)
 WORDS = st.sampled_from(
     ["", "tiny", ".", "./nowhere", "a b", "--", "-", "é", "full", "none", "auto", "all", "list"]
 )
@@ -59,20 +63,26 @@ STRATEGY = {
     "--dtype": st.sampled_from(["float32", "float64", "int8"]) | ANY,
     "--attn": st.sampled_from(["eager", "flash"]) | ANY,
     "--loss": ANY, "--recompute": st.sampled_from(["offload", "none"]) | ANY, "--tile": NUMBERS,
-    "--backend": st.sampled_from(["gloo", "nccl", "fake"]) | ANY, "--bench-iters": st.sampled_from("01x"),
+    "--backend": st.sampled_from(["gloo", "nccl", "fake"]) | ANY,
+    "--bench-iters": st.sampled_from("01x"),
     "--seed": NUMBERS, "--timeout": NUMBERS, "--model": WORDS, "--text": WORDS, "--json": WORDS,
-    "--plot": st.sampled_from(["", ".", "/no/x.png"]), "--profile": WORDS, "--inject-bug": WORDS,
+    "--profile": WORDS,
     "--dtensor": None, "--torch": None, "--typo": None,
-    "--schedule": st.sampled_from(["afab", "1f1b", "interleaved", "zb"]) | ANY, "--microbatches": NUMBERS,
+    "--schedule": st.sampled_from(["afab", "1f1b", "interleaved", "zb"]) | ANY,
+    "--microbatches": NUMBERS,
     "--virtual-stages": NUMBERS, "--stages": NUMBERS,
 }  # fmt: skip
 
 
 CONFIG = {
     "hidden_size": 8, "intermediate_size": 6, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "vocab_size": 11, "model_type": "llama", "architectures": ["LlamaForCausalLM"],
+    "num_key_value_heads": 1, "vocab_size": 11, "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
 }  # fmt: skip
-SMALL = CONFIG | {"num_hidden_layers": 4, "vocab_size": 300}  # bytes, and as many layers as pp has stages
+SMALL = CONFIG | {
+    "num_hidden_layers": 4,
+    "vocab_size": 300,
+}  # bytes, and as many layers as pp has stages
 
 
 @pytest.mark.parametrize("script", ["tp", "sp_megatron", "sp_ulysses", "pp"])
@@ -126,13 +136,16 @@ def test_a_config_that_is_none(text, tmp_path):
 
 
 LAB = {
-    "--seed": st.sampled_from(["x", "1.5", ""]), "--inject-bug": ANY, "--json": st.just("/no/x.json"),
+    "--seed": st.sampled_from(["x", "1.5", ""]), "--inject-bug": ANY,
+    "--json": st.just("/no/x.json"),
     "--typo": None, "more": None,
 }  # fmt: skip
 OTHERS = {
     "sp_layout_sim": {
-        "--tp": NUMBERS, "--batch": NUMBERS, "--seq": NUMBERS, "--hidden": NUMBERS, "--ffn": NUMBERS,
-        "--tp-mode": ANY, "--layout": ANY, "--break": ANY, "--plot": st.sampled_from(["", ".", "/no/x.png"]),
+        "--tp": NUMBERS, "--batch": NUMBERS, "--seq": NUMBERS, "--hidden": NUMBERS,
+        "--ffn": NUMBERS,
+        "--tp-mode": ANY, "--layout": ANY, "--break": ANY,
+        "--plot": st.sampled_from(["", ".", "/no/x.png"]),
         "--json": WORDS, "--typo": None,
     },
     **{path.stem: LAB for path in sorted((ROOT / "labs").glob("lab*.py"))},

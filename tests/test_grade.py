@@ -73,7 +73,9 @@ WRONG = {  # an answer to total, and what is said of it
     "    print('noise')\n    return None\n": "TypeError",
     "    raise ValueError(str(x.tolist()))\n": "ValueError",
 }
-TOTALS = "".join(TOTAL.replace("total", f"total{i}") for i in range(len(WRONG)))  # one exercise for each
+TOTALS = "".join(
+    TOTAL.replace("total", f"total{i}") for i in range(len(WRONG))
+)  # one exercise for each
 
 
 RIGHT = re.compile(r"    x = x\.clone.*?return x\n", re.S)
@@ -104,7 +106,9 @@ def test_hands_out_and_refuses_to_overwrite(desk):
     assert text.count("raise NotImplementedError") == 1 + len(WRONG) and "all_reduce" not in text
     assert "raise NotImplementedError('The sum of x over the ranks, in a new tensor.')" in text
     again, _ = grader(desk, "start", "lab0")
-    assert again.returncode == 2 and again.stderr.startswith("error: ") and "--force" in again.stderr
+    assert (
+        again.returncode == 2 and again.stderr.startswith("error: ") and "--force" in again.stderr
+    )
     mine.write_text("")
     assert grader(desk, "start", "lab0", "--force")[0].returncode == 0 and mine.read_text() == text
 
@@ -127,8 +131,12 @@ def test_each_wrong_answer_fails_alone(desk):
     assert results["twice"]["passed"], "graded as if nothing else were wrong"
     assert results["total0"]["hint"] == "every rank's x counts"
     assert "hint: every rank's x counts" in run.stdout
-    assert run.stdout.splitlines()[-1].startswith("FAIL lab0_small: 1 of 11 exercises pass (the same inputs")
-    assert re.search(r"\[([56])\.0, ", results["total9"]["report"]), "--seed 5 is what the check drew from"
+    assert run.stdout.splitlines()[-1].startswith(
+        "FAIL lab0_small: 1 of 11 exercises pass (the same inputs"
+    )
+    assert re.search(r"\[([56])\.0, ", results["total9"]["report"]), (
+        "--seed 5 is what the check drew from"
+    )
     _, again = grader(desk, "lab0", "--only", "total9")
     assert again["total9"]["report"] != results["total9"]["report"], "without --seed inputs are new"
 
@@ -144,7 +152,9 @@ def test_checks_are_not_the_learners(desk):
 
 
 def test_what_a_learner_adds_outside_counts(desk):
-    text = SMALL_LAB.replace("def helper(x):\n    return x", "def helper(x):\n    return 0") + TOTALS
+    text = (
+        SMALL_LAB.replace("def helper(x):\n    return x", "def helper(x):\n    return 0") + TOTALS
+    )
     (desk / "my_labs" / "lab0_small.py").write_text(text)
     assert grader(desk, "lab0", "--only", "total0")[0].returncode == 0
     assert grader(desk, "lab0", "--only", "twice")[0].returncode == 1
@@ -195,7 +205,10 @@ def test_the_empty_lab_grades_0(lab, tmp_path):
     exercises = json.loads(results.read_text())["exercises"]
     names = re.findall(r"# exercise: (\w+)", lab.read_text())
     assert set(names) == set(exercises), "every exercise has a check, and every check an exercise"
-    assert all("not done yet: " in result["report"] and not result["passed"] for result in exercises.values())
+    assert all(
+        "not done yet: " in result["report"] and not result["passed"]
+        for result in exercises.values()
+    )
 
 
 @pytest.mark.slow
@@ -203,4 +216,6 @@ def test_the_empty_lab_grades_0(lab, tmp_path):
 def test_the_finished_lab_grades_100(lab, tmp_path):
     run = python("labs/grade.py", lab.stem, "--file", lab)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert re.fullmatch(rf"PASS {lab.stem}: (\d+) of \1 exercises pass", run.stdout.splitlines()[-1])
+    assert re.fullmatch(
+        rf"PASS {lab.stem}: (\d+) of \1 exercises pass", run.stdout.splitlines()[-1]
+    )

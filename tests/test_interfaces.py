@@ -1,4 +1,4 @@
-"""What the scripts lean on in transformers and torch, so that a change there has a name; and trust."""
+"""What the scripts lean on in transformers and torch: a change there has a name. And trust."""
 
 import ast
 import inspect
@@ -18,7 +18,8 @@ SOURCES = [*ROOT.glob("*.py"), *(ROOT / "labs").glob("*.py")]
 @pytest.fixture(scope="module")
 def model():
     config = transformers.LlamaConfig(
-        vocab_size=11, hidden_size=8, intermediate_size=6, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=11, hidden_size=8, intermediate_size=6, num_hidden_layers=2,
+        num_attention_heads=2,
         num_key_value_heads=1, tie_word_embeddings=True,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
@@ -35,7 +36,10 @@ def test_an_attention_function_gets_and_returns_what_ours_do():
     assert callable(transformers.AttentionInterface.register)
     assert callable(transformers.AttentionMaskInterface.register)
     get = ALL_ATTENTION_FUNCTIONS.get_interface
-    assert get("eager", modeling_llama.eager_attention_forward) is modeling_llama.eager_attention_forward
+    assert (
+        get("eager", modeling_llama.eager_attention_forward)
+        is modeling_llama.eager_attention_forward
+    )
     assert tuple(modeling_llama.repeat_kv(torch.ones(2, 1, 3, 4), 2).shape) == (2, 2, 3, 4)
 
 
@@ -81,11 +85,13 @@ def test_float32_islands_are_where_we_lift_them():
 
 
 def test_nothing_is_trusted_that_could_run_code():
-    """No remote code, no pickle: weights come from safetensors and gguf. And nothing imports our files."""
+    """No remote code, no pickle: weights are safetensors or gguf. Nothing imports our files."""
     own = {source.stem for source in SOURCES}
     for source in SOURCES:
         text = source.read_text()
-        assert not re.search(r"trust_remote_code|import pickle|pickle\.load|torch\.load\(", text), source
+        assert not re.search(r"trust_remote_code|import pickle|pickle\.load|torch\.load\(", text), (
+            source
+        )
         for loading in re.findall(r"AutoModelForCausalLM\.from_pretrained\(.*", text):
             assert "use_safetensors=True" in loading, (source, loading)
         for node in ast.walk(ast.parse(text)):

@@ -16,14 +16,18 @@ LAB = ROOT / "labs" / "lab1_collectives.py"
 
 
 def test_the_lab_holds(tmp_path):
-    run = python(LAB, "--ranks", "3", "--json", tmp_path / "lab.json", "--plot", tmp_path / "lab.png")
+    run = python(
+        LAB, "--ranks", "3", "--json", tmp_path / "lab.json", "--plot", tmp_path / "lab.png"
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stderr == "", "nothing but the report is printed"
     assert run.stdout.endswith("\nPASS lab1_collectives: all 7 exercises' checks hold\n")
     results = json.loads((tmp_path / "lab.json").read_text())
     assert results["passed"] and list(results["exercises"]) == list(lab.CHECKS)
 
-    sent = {(row["operation"], row["ranks"]): row["bytes"] / row["message"] for row in results["counts"]}
+    sent = {
+        (row["operation"], row["ranks"]): row["bytes"] / row["message"] for row in results["counts"]
+    }
     assert sent["all-reduce", 3] == pytest.approx(4 / 3) and sent["all-reduce", 2] == 1
     assert sent["all-to-all", 3] == sent["all-gather", 3] == pytest.approx(2 / 3)
     assert sent["gather and add", 3] == 2
@@ -38,9 +42,14 @@ def test_the_lab_holds(tmp_path):
     assert results["overwritten"] == 0
 
     times = results["time"]["seconds"]
-    assert all(len(column) == len(results["time"]["bytes"]) and min(column) > 0 for column in times.values())
+    assert all(
+        len(column) == len(results["time"]["bytes"]) and min(column) > 0
+        for column in times.values()
+    )
     a, b = results["fit"]["latency_s"], results["fit"]["seconds_per_byte"]
-    assert results["time"]["predicted"]["ring_all_reduce"][-1] == pytest.approx(4 * (a + b * 4194304 / 3))
+    assert results["time"]["predicted"]["ring_all_reduce"][-1] == pytest.approx(
+        4 * (a + b * 4194304 / 3)
+    )
     assert (tmp_path / "lab.png").read_bytes()[1:4] == b"PNG"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lab.json", "lab.png"]
 

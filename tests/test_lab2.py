@@ -39,13 +39,22 @@ def test_the_lab_proves_itself(finished):
     assert printed.splitlines()[-1] == "PASS lab2_megatron_layers: all 10 exercises' checks hold"
     assert results["passed"] and results["failed"] == []
     assert results["exercises"].keys() == lab2.CHECKS.keys()
-    assert all(exercise["passed"] and exercise["report"] for exercise in results["exercises"].values())
+    assert all(
+        exercise["passed"] and exercise["report"] for exercise in results["exercises"].values()
+    )
     assert picture.read_bytes()[:4] == b"\x89PNG" and picture.stat().st_size > 20_000
 
 
 def test_megatrons_label_smoothing_is_wrong_on_more_than_one_rank(finished):
     rows = finished[1]["label_smoothing"]
-    assert [(row["ranks"], row["rank"]) for row in rows] == [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)]
+    assert [(row["ranks"], row["rank"]) for row in rows] == [
+        (1, 0),
+        (2, 0),
+        (2, 1),
+        (3, 0),
+        (3, 1),
+        (3, 2),
+    ]
     for row in rows:
         assert row["loss"] == pytest.approx(row["torch"], rel=1e-6)
         assert row["target_mass"] == pytest.approx(1, abs=1e-5)
@@ -68,7 +77,9 @@ def test_only_gathering_again_keeps_a_share_of_x(finished):
             shares[row["way"]] += row["kept_x"]
         assert list(shares.values()) == [world * x, world * tokens * 96 * 4, tokens * 96 * 4]
     calls = {
-        row["way"]: [{op: count for op, (count, _) in row[way].items()} for way in ("forward", "backward")]
+        row["way"]: [
+            {op: count for op, (count, _) in row[way].items()} for way in ("forward", "backward")
+        ]
         for row in rows
     }
     once = {"all_gather": 1, "reduce_scatter": 1}
@@ -78,8 +89,14 @@ def test_only_gathering_again_keeps_a_share_of_x(finished):
 
 
 BAD = [
-    (["--label-smoothing", "1"], "argument --label-smoothing: 1 is not a number above 0 and below 1"),
-    (["--label-smoothing", "nan"], "argument --label-smoothing: nan is not a number above 0 and below 1"),
+    (
+        ["--label-smoothing", "1"],
+        "argument --label-smoothing: 1 is not a number above 0 and below 1",
+    ),
+    (
+        ["--label-smoothing", "nan"],
+        "argument --label-smoothing: nan is not a number above 0 and below 1",
+    ),
     (["--length", "0"], "argument --length: 0 is not a whole number of at least 1"),
     (["--inject-bug", "typo"], "no bug typo; --inject-bug list names them"),
     (["--json", "/nowhere/at/all.json"], "cannot write /nowhere/at/all.json"),
@@ -91,7 +108,11 @@ BAD = [
 def test_bad_input_is_one_line(capsys, options, message):
     assert lab2.main(options) == 2
     printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.startswith(f"error: {message}") and printed.err.count("\n") == 1
+    assert (
+        printed.out == ""
+        and printed.err.startswith(f"error: {message}")
+        and printed.err.count("\n") == 1
+    )
 
 
 # Its bugs: the exercise whose check catches each, and what it says
@@ -111,7 +132,10 @@ CAUGHT = {
     "shard_is_a_view": ("row_parallel_linear", "a view keeps the whole"),
     "unmasked_embedding": ("vocab_parallel_embedding", "a token of another rank's rows adds zeros"),
     "target_offset_forgotten": ("cross_entropy_forward", "target - start"),
-    "softmax_over_own_shard": ("cross_entropy_forward", "the softmax is over this rank's logits only"),
+    "softmax_over_own_shard": (
+        "cross_entropy_forward",
+        "the softmax is over this rank's logits only",
+    ),
     "own_peak": ("cross_entropy_forward", "the peak is that of all ranks"),
     "no_peak": ("cross_entropy_forward", "the loss is infinite"),
     "smoothing_per_shard": ("cross_entropy_forward", "Megatron-LM's formula"),
@@ -135,7 +159,9 @@ def test_a_bug_is_caught(bug):
 
 
 def test_a_bug_makes_the_lab_exit_1(capsys, tmp_path):
-    assert lab2.main(["--inject-bug", "bias_on_every_rank", "--json", str(tmp_path / "bug.json")]) == 1
+    assert (
+        lab2.main(["--inject-bug", "bias_on_every_rank", "--json", str(tmp_path / "bug.json")]) == 1
+    )
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == "FAIL lab2_megatron_layers: row_parallel_linear"
     results = json.loads((tmp_path / "bug.json").read_text())
@@ -174,10 +200,17 @@ WRONG_ANSWERS = [
         [None, "dist.all_reduce(grad, group=ctx.group)\nreturn grad, None"],
         "a collective works in place",
     ),
-    ("copy_to_tp_region", [None, "return all_reduce(grad, dist.group.WORLD), None"], "dx is off by"),
+    (
+        "copy_to_tp_region",
+        [None, "return all_reduce(grad, dist.group.WORLD), None"],
+        "dx is off by",
+    ),
     (
         "reduce_from_tp_region",
-        ["ctx.group = group\nreturn all_reduce(x, group)", "return all_reduce(grad, ctx.group), None"],
+        [
+            "ctx.group = group\nreturn all_reduce(x, group)",
+            "return all_reduce(grad, ctx.group), None",
+        ],
         "P times too large",
     ),
     (
@@ -247,7 +280,11 @@ WRONG_ANSWERS = [
     ("cross_entropy_forward", [changed(FORWARD, "(target - start)", "target")], "out of bounds"),
     (
         "cross_entropy_forward",
-        [changed(FORWARD, "shifted = wide - peak[..., None]", "shifted = wide.sub_(peak[..., None])")],
+        [
+            changed(
+                FORWARD, "shifted = wide - peak[..., None]", "shifted = wide.sub_(peak[..., None])"
+            )
+        ],
         "the logits are overwritten",
     ),
     (
@@ -290,12 +327,16 @@ def test_a_wrong_answer_is_recognised(tmp_path, exercise, regions, verdict):
 
 
 def test_other_right_answers_pass(tmp_path):
-    for exercise, answer in (("cross_entropy_forward", FORWARD), ("cross_entropy_backward", BACKWARD)):
+    for exercise, answer in (
+        ("cross_entropy_forward", FORWARD),
+        ("cross_entropy_backward", BACKWARD),
+    ):
         assert graded(splice(tmp_path / "answer.py", exercise, [answer]), exercise)[0]
     short = "if self.sequence_parallel:\n    x = gather_from_sp_region(x, self.group)\nelse:\n"
     short += "    x = copy_to_tp_region(x, self.group)\nreturn F.linear(x, self.weight, self.bias)"
     passed, report, _ = graded(
-        splice(tmp_path / "answer.py", "column_parallel_linear", [None, short]), "column_parallel_linear"
+        splice(tmp_path / "answer.py", "column_parallel_linear", [None, short]),
+        "column_parallel_linear",
     )
     assert passed, report
 
@@ -304,7 +345,9 @@ def test_an_unfinished_exercise_says_so(tmp_path):
     regions = REGION.findall(LAB.read_text())
     assert {name for _, name, _ in regions} == lab2.CHECKS.keys()
     for exercise in lab2.CHECKS:
-        todo = [f'raise NotImplementedError("{exercise}")' for _, name, _ in regions if name == exercise]
+        todo = [
+            f'raise NotImplementedError("{exercise}")' for _, name, _ in regions if name == exercise
+        ]
         passed, report, _ = graded(splice(tmp_path / "answer.py", exercise, todo), exercise)
         assert not passed and f"not done yet: {exercise}" in report
 
@@ -316,7 +359,10 @@ def test_vocab_range():
     for vocab, world in [(7, 3), (6, 3), (3, 3), (50257, 8), (5, 1)]:
         ranges = [lab2.vocab_range(vocab, rank, world) for rank in range(world)]
         assert [token for start, end in ranges for token in range(start, end)] == list(range(vocab))
-        assert max(end - start for start, end in ranges) - min(end - start for start, end in ranges) <= 1
+        assert (
+            max(end - start for start, end in ranges) - min(end - start for start, end in ranges)
+            <= 1
+        )
     with pytest.raises(ValueError, match="2 tokens cannot be cut over 3 ranks; 2 ranks would do"):
         lab2.vocab_range(2, 0, 3)
 
@@ -338,11 +384,15 @@ def losses(group, dtype, smoothing, vocab):
     return error.item(), (shard.grad.double() - full.grad[:, start:end].double()).abs().max().item()
 
 
-@pytest.mark.parametrize("world,dtype,vocab", [(1, "float64", 11), (5, "float64", 13), (3, "bfloat16", 3)])
+@pytest.mark.parametrize(
+    "world,dtype,vocab", [(1, "float64", 11), (5, "float64", 13), (3, "bfloat16", 3)]
+)
 @pytest.mark.parametrize("smoothing", [0.0, 0.2, 1.0])
 def test_loss_on_other_ranks_and_dtypes(world, dtype, vocab, smoothing):
     dtype = getattr(torch, dtype)
-    value, gradient = (1e-14, 1e-14) if dtype == torch.float64 else (1e-6, 2**-8)  # half a bfloat16 epsilon
+    value, gradient = (
+        (1e-14, 1e-14) if dtype == torch.float64 else (1e-6, 2**-8)
+    )  # half a bfloat16 epsilon
     for errors in lab2.on_ranks(world, losses, dtype, smoothing, vocab):
         assert errors[0] < value and errors[1] <= gradient
 

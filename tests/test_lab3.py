@@ -20,7 +20,9 @@ FILE = ROOT / "labs" / "lab3_pitfalls.py"
 def run(*options):
     """The lab as a user runs it."""
     command = [sys.executable, str(FILE), *map(str, options)]
-    return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300
+    )
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,9 @@ def test_all_pitfalls_are_wrong_and_all_right_ways_right(whole):
     assert done.stdout.splitlines()[-1] == "PASS lab3_pitfalls: all 16 exercises' checks hold"
     assert done.stderr == "", "nothing but the report is printed"
     assert results["passed"] and all(e["passed"] for e in results["exercises"].values())
-    assert list(results["exercises"]) == list(results["pitfalls"]) and len(results["pitfalls"]) == 16
+    assert (
+        list(results["exercises"]) == list(results["pitfalls"]) and len(results["pitfalls"]) == 16
+    )
     for name, row in results["pitfalls"].items():
         assert row["verdict"] == "ok", (name, row)
         assert row["right"]["error"] <= 1e-5 and row["right"]["seen"], (name, row)
@@ -46,7 +50,13 @@ def test_all_pitfalls_are_wrong_and_all_right_ways_right(whole):
 
 
 def test_the_loss_looks_right_where_the_gradient_is_not(whole):
-    silent = ["untied_weights", "returned_tuples", "local_positions", "local_mask", "chunk_boundary"]
+    silent = [
+        "untied_weights",
+        "returned_tuples",
+        "local_positions",
+        "local_mask",
+        "chunk_boundary",
+    ]
     silent += ["loss_without_graph", "adam_hides_scale", "transposed_weights"]
     for name in silent:
         wrong = whole[1]["pitfalls"][name]["wrong"]
@@ -59,14 +69,30 @@ def test_the_loss_looks_right_where_the_gradient_is_not(whole):
     "name,wrong,right",
     [
         ("transposed_weights", r"\(192, 64\) raises", "gradient"),
-        ("copy_without_no_grad", "RuntimeError: a leaf Variable that requires grad", "parameter 0 off"),
-        ("parallelize_order", "NotImplementedError: Cannot copy out of meta tensor", "weights 0 off"),
+        (
+            "copy_without_no_grad",
+            "RuntimeError: a leaf Variable that requires grad",
+            "parameter 0 off",
+        ),
+        (
+            "parallelize_order",
+            "NotImplementedError: Cannot copy out of meta tensor",
+            "weights 0 off",
+        ),
         ("untied_weights", r"2 of \(v, h\)", r"1 of \(v, h\)"),
-        ("f_per_projection", "^5 all-reduces a layer; gradient .*e-07 off", "^2 all-reduces a layer"),
+        (
+            "f_per_projection",
+            "^5 all-reduces a layer; gradient .*e-07 off",
+            "^2 all-reduces a layer",
+        ),
         ("autograd_kwargs", "TypeError: .*keyword argument", "gradient 0 off"),
         ("retain_grad", "grad is None", "gradient 0 off"),
         ("chunk_boundary", "124 of 126 targets", "126 of 126 targets"),
-        ("loss_without_graph", "RuntimeError: element 0 of tensors does not require grad", "gradient"),
+        (
+            "loss_without_graph",
+            "RuntimeError: element 0 of tensors does not require grad",
+            "gradient",
+        ),
         ("adam_hides_scale", r"part by [\d.]+e-05", r"part by 0\.\d+"),
         ("stale_result", "0.[67].* off", "the sum is 0 off"),
         ("adaptive_timing", r"rank \d waited [2-9]\.\d s in vain", r"^(\d+) and \1 steps$"),
@@ -92,7 +118,9 @@ def test_what_is_told_is_tried(whole):
     assert told["returned_tuples"] == [False, "it returns 2"], "transformers 5"
     assert told["stale_result"][0] is False, "torch 2.11 and later wait"
     version = tuple(map(int, results["versions"]["torch"].split("+")[0].split(".")[:2]))
-    assert told["autograd_kwargs"][0] is (version < (2, 13)), "since 2.13 apply() takes what forward() names"
+    assert told["autograd_kwargs"][0] is (version < (2, 13)), (
+        "since 2.13 apply() takes what forward() names"
+    )
     assert f"with torch {results['versions']['torch']}, transformers" in done.stdout
 
 
@@ -104,7 +132,9 @@ def main_of(text, name, folder, monkeypatch, *options):
 
 
 def test_a_pitfall_that_is_gone_says_so(tmp_path, monkeypatch, capsys):
-    text = FILE.read_text().replace("\n    parameter.copy_(value)\n", "\n    parameter.data.copy_(value)\n")
+    text = FILE.read_text().replace(
+        "\n    parameter.copy_(value)\n", "\n    parameter.data.copy_(value)\n"
+    )
     assert main_of(text, "mended", tmp_path, monkeypatch, "--only", "copy_without_no_grad") == 0
     printed = capsys.readouterr().out
     assert re.search(r"copy_without_no_grad +1 +no longer in torch \d\.\d+", printed), printed
@@ -121,7 +151,10 @@ def test_a_bug_fails_its_pitfall(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "options,message",
     [
-        (["--only", "typo"], f"argument --only: no pitfall typo; there are {', '.join(lab.PITFALLS)}"),
+        (
+            ["--only", "typo"],
+            f"argument --only: no pitfall typo; there are {', '.join(lab.PITFALLS)}",
+        ),
         (["--inject-bug", "typo"], "no bug typo; --inject-bug list names them"),
         (
             ["--json", "/nowhere/at/all.json"],
@@ -167,7 +200,11 @@ WRONG_ANSWERS = [
         "torch keeps a weight as (out, in)",
     ),
     ("transposed_weights", "return weight.tensor_split(world)[rank]", "clone it"),
-    ("copy_without_no_grad", "parameter = nn.Parameter(value)", "a name bound anew changes no parameter"),
+    (
+        "copy_without_no_grad",
+        "parameter = nn.Parameter(value)",
+        "a name bound anew changes no parameter",
+    ),
     (
         "copy_without_no_grad",
         "parameter.requires_grad_(False).copy_(value)",
@@ -184,7 +221,11 @@ WRONG_ANSWERS = [
         "model.to_empty(device=mesh.device_type)\nmodel.load_state_dict(weights)\nreturn model",
         "parallelize_module",
     ),
-    ("untied_weights", "return parallelize_module(model, mesh, plan)", "give the head the embedding's again"),
+    (
+        "untied_weights",
+        "return parallelize_module(model, mesh, plan)",
+        "give the head the embedding's again",
+    ),
     (
         "untied_weights",
         """
@@ -247,7 +288,11 @@ return torch.cat([reduce_from_tp_region(out[:1], group), out[1:]])
         "return rank * (length // world) + torch.arange(chunk)",
         "chunks of two sizes",
     ),
-    ("local_mask", "return torch.ones(queries, keys, dtype=torch.bool).tril()", "the rank's first token"),
+    (
+        "local_mask",
+        "return torch.ones(queries, keys, dtype=torch.bool).tril()",
+        "the rank's first token",
+    ),
     (
         "local_mask",
         "return torch.arange(keys) < torch.arange(start, start + queries)[:, None]",
@@ -287,7 +332,11 @@ return F.cross_entropy(torch.cat(parts, 1).flatten(0, 1), targets.flatten(), ign
 """,
         "put the rank's own logits back",
     ),
-    ("adam_hides_scale", "return torch.optim.AdamW(parameters, lr=1e-2)", "whatever the gradient's scale"),
+    (
+        "adam_hides_scale",
+        "return torch.optim.AdamW(parameters, lr=1e-2)",
+        "whatever the gradient's scale",
+    ),
     ("adam_hides_scale", "return torch.optim.SGD(parameters, lr=1e-6)", "larger learning rate"),
     (
         "stale_result",
@@ -315,7 +364,11 @@ return F.cross_entropy(torch.cat(parts, 1).flatten(0, 1), targets.flatten(), ign
         "return torch.tensor([seconds() for _ in range(20)]).median().item()",
         "on every rank",
     ),
-    ("rank_0_clock", "dist.barrier(group)\nreturn wrong_rank_0_clock(step, group)", "all the maximum"),
+    (
+        "rank_0_clock",
+        "dist.barrier(group)\nreturn wrong_rank_0_clock(step, group)",
+        "all the maximum",
+    ),
     (
         "rank_0_clock",
         "own = wrong_rank_0_clock(step, group)\n"
@@ -328,7 +381,10 @@ OTHER_RIGHT_ANSWERS = [
     ("copy_without_no_grad", "parameter.detach().copy_(value)"),
     ("retain_grad", "return received.detach().to(dtype).requires_grad_()"),
     ("local_positions", "return torch.tensor_split(torch.arange(length), world)[rank].clone()"),
-    ("local_mask", "return torch.ones(keys, keys, dtype=torch.bool).tril()[start : start + queries]"),
+    (
+        "local_mask",
+        "return torch.ones(keys, keys, dtype=torch.bool).tril()[start : start + queries]",
+    ),
     (
         "loss_without_graph",
         """

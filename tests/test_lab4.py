@@ -37,7 +37,9 @@ def test_the_lab_proves_itself(finished):
     assert printed.splitlines()[-1] == "PASS lab4_overlap: all 4 exercises' checks hold"
     assert results["passed"] and results["failed"] == []
     assert results["exercises"].keys() == lab4.CHECKS.keys()
-    assert all(exercise["passed"] and exercise["report"] for exercise in results["exercises"].values())
+    assert all(
+        exercise["passed"] and exercise["report"] for exercise in results["exercises"].values()
+    )
     assert picture.read_bytes()[:4] == b"\x89PNG" and picture.stat().st_size > 20_000
 
 
@@ -66,7 +68,9 @@ def test_the_gain_is_counted_from_the_log(finished):
         assert 0 < row["hidden"] <= 1 and row["gain"] > 0
         assert 1 < row["at_best"] <= 2 * max(1, row["message_over_gemm"])
     slowest = finished[1]["gains"][-1]
-    assert slowest["blocking_s"] > 8 * finished[1]["gemm_seconds"], "two messages of 4 GEMMs each, at least"
+    assert slowest["blocking_s"] > 8 * finished[1]["gemm_seconds"], (
+        "two messages of 4 GEMMs each, at least"
+    )
     gemms = [["dgrad", 0, 4], ["wait all_gather", 4, 9], ["wgrad", 9, 12]]
     run = {"log": gemms, "messages": [["all_gather", 1, 9], ["reduce_scatter", 9, 11]]}
     assert lab4.hidden(run) == (3 + 2) / (8 + 2)
@@ -104,7 +108,11 @@ def test_who_does_not_wait_reads_what_is_not_there(finished):
 def test_shared_memory_is_not_to_be_kept(finished):
     shard, own, shared = finished[1]["aliasing"]
     x = 4 * 128 * 2 * 256  # bytes of all tokens, float32
-    assert [row["bytes"] for row in (shard, own, shared)] == [x, 2 * x, x]  # two layers: two halves, two, one
+    assert [row["bytes"] for row in (shard, own, shared)] == [
+        x,
+        2 * x,
+        x,
+    ]  # two layers: two halves, two, one
     assert max(shard["dw_errors"] + own["dw_errors"]) < 1e-5
     assert shared["dw_errors"][0] > 0.5 and shared["dw_errors"][1] < 1e-5
 
@@ -121,7 +129,11 @@ BAD = [
 def test_bad_input_is_one_line(capsys, options, message):
     assert lab4.main(options) == 2
     printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.startswith(f"error: {message}") and printed.err.count("\n") == 1
+    assert (
+        printed.out == ""
+        and printed.err.startswith(f"error: {message}")
+        and printed.err.count("\n") == 1
+    )
 
 
 # Its bugs: the exercise whose check catches each, and what it says
@@ -154,7 +166,9 @@ def test_a_bug_is_caught(bug):
 
 def test_a_bug_makes_the_lab_exit_1(capsys, tmp_path):
     assert (
-        lab4.main(["--pairs", "1", "--inject-bug", "waits_at_once", "--json", str(tmp_path / "bug.json")])
+        lab4.main(
+            ["--pairs", "1", "--inject-bug", "waits_at_once", "--json", str(tmp_path / "bug.json")]
+        )
         == 1
     )
     assert capsys.readouterr().out.splitlines()[-1] == "FAIL lab4_overlap: tp_backward, sp_linear"
@@ -258,7 +272,11 @@ WRONG_ANSWERS = [
     ("tp_backward", [changed(TP, ("handle.wait()\n", ""))], "no 'wait all_reduce' in the backward"),
     (
         "tp_backward",
-        [changed(TP, ("return dx", "return before"), ("handle =", "before = dx.clone()\nhandle ="))],
+        [
+            changed(
+                TP, ("return dx", "return before"), ("handle =", "before = dx.clone()\nhandle =")
+            )
+        ],
         "every rank's part of dx goes into the sum",
     ),
     (
@@ -277,12 +295,20 @@ WRONG_ANSWERS = [
     ),
     (
         "sp_linear",
-        [None, changed(SP, ("gather.wait()\n", ""), ("scatter.wait()", "scatter.wait()\ngather.wait()"))],
+        [
+            None,
+            changed(
+                SP, ("gather.wait()\n", ""), ("scatter.wait()", "scatter.wait()\ngather.wait()")
+            ),
+        ],
         "wgrad reads what is gathered: wait for it",
     ),
     (
         "sp_linear",
-        [None, changed(SP, ("dx = grad @ weight\ngather.wait()", "gather.wait()\ndx = grad @ weight"))],
+        [
+            None,
+            changed(SP, ("dx = grad @ weight\ngather.wait()", "gather.wait()\ndx = grad @ weight")),
+        ],
         lab4.WAIT,
     ),
     (
@@ -326,7 +352,9 @@ def test_a_wrong_answer_is_recognised(tmp_path, exercise, regions, verdict):
 
 
 def test_another_right_answer_passes(tmp_path):
-    later = changed(SP, ("gather.wait()\n", ""), ("dw =", "gather.wait()\ndw ="))  # still before wgrad
+    later = changed(
+        SP, ("gather.wait()\n", ""), ("dw =", "gather.wait()\ndw =")
+    )  # still before wgrad
     passed, report, _ = graded(
         splice(tmp_path / "answer.py", "sp_linear", [None, later]), "sp_linear", seed=20
     )
@@ -337,6 +365,8 @@ def test_an_unfinished_exercise_says_so(tmp_path):
     regions = REGION.findall(LAB.read_text())
     assert {name for _, name, _ in regions} == lab4.CHECKS.keys()
     for exercise in lab4.CHECKS:
-        todo = [f'raise NotImplementedError("{exercise}")' for _, name, _ in regions if name == exercise]
+        todo = [
+            f'raise NotImplementedError("{exercise}")' for _, name, _ in regions if name == exercise
+        ]
         passed, report, _ = graded(splice(tmp_path / "answer.py", exercise, todo), exercise)
         assert not passed and f"not done yet: {exercise}" in report

@@ -38,24 +38,33 @@ def test_the_lab_proves_itself(finished):
     assert printed.splitlines()[-1] == "PASS lab5_tp_plans: all 8 exercises' checks hold"
     assert results["passed"] and results["failed"] == []
     assert results["exercises"].keys() == lab5.CHECKS.keys()
-    assert all(exercise["passed"] and exercise["report"] for exercise in results["exercises"].values())
+    assert all(
+        exercise["passed"] and exercise["report"] for exercise in results["exercises"].values()
+    )
     assert picture.read_bytes()[:4] == b"\x89PNG" and picture.stat().st_size > 20_000
 
 
 def test_every_family_is_one_device_by_our_plans_and_by_hugging_faces(finished):
     rows = [row for row in finished[1]["families"] if not row["plan"].startswith("NeMo")]
     ours = {
-        (row["family"], row["sequence_parallel"]) for row in rows if not row["plan"].startswith("Hugging")
+        (row["family"], row["sequence_parallel"])
+        for row in rows
+        if not row["plan"].startswith("Hugging")
     }
     assert ours == {(family, sp) for family in lab5.FAMILIES for sp in (False, True)}
-    assert {row["family"] for row in rows if row["plan"].startswith("Hugging Face: ")} == {"qwen3", "phi3"}
+    assert {row["family"] for row in rows if row["plan"].startswith("Hugging Face: ")} == {
+        "qwen3",
+        "phi3",
+    }
     for row in rows:
         assert max(row["logits"], row["loss"], row["gradient"]) < 1e-5 and row["wrong"] == []
         level = "base: " if row["family"] == "mistral" else ("model-specific: ", "Hugging Face: ")
         assert row["plan"].startswith(level)
         if not row["plan"].startswith("Hugging Face"):
             one, mine = row["gradient_norm"]
-            assert mine == pytest.approx(one, rel=1e-5), "all parameters are DTensors, and have one norm"
+            assert mine == pytest.approx(one, rel=1e-5), (
+                "all parameters are DTensors, and have one norm"
+            )
 
 
 def test_nemos_plans_lose_the_gradients_of_q_norm_and_k_norm(finished):
@@ -63,7 +72,9 @@ def test_nemos_plans_lose_the_gradients_of_q_norm_and_k_norm(finished):
     assert [(row["family"], row["sequence_parallel"]) for row in rows] == [
         ("qwen3", False), ("qwen3", True), ("gemma3", False), ("gemma3", True)
     ]  # fmt: skip
-    norms = {f"model.layers.{i}.self_attn.{name}.weight" for i in (0, 1) for name in ("q_norm", "k_norm")}
+    norms = {
+        f"model.layers.{i}.self_attn.{name}.weight" for i in (0, 1) for name in ("q_norm", "k_norm")
+    }
     for row in rows:
         assert row["logits"] < 1e-5 and row["loss"] < 1e-5, "no logit shows it"
         assert set(row["wrong"]) == norms and row["gradient"] > 1e-3
@@ -78,8 +89,16 @@ def test_gathering_after_the_norm_sends_less_often_and_keeps_more(finished):
         assert lab5.calls(gathered) < lab5.calls(plain)
         assert gathered["claim"] == plain["claim"] == 0.5 * (1 - 1 / world)
         edges = 2 * 2 + 1
-        assert gathered["forward"]["all_gather"][0] == gathered["backward"]["reduce_scatter"][0] == edges
-        assert gathered["forward"]["reduce_scatter"][0] == gathered["backward"]["all_gather"][0] == edges
+        assert (
+            gathered["forward"]["all_gather"][0]
+            == gathered["backward"]["reduce_scatter"][0]
+            == edges
+        )
+        assert (
+            gathered["forward"]["reduce_scatter"][0]
+            == gathered["backward"]["all_gather"][0]
+            == edges
+        )
 
 
 def test_one_plan_is_printed_with_its_reason(tmp_path):
@@ -104,7 +123,10 @@ def test_a_plan_of_ones_own(tmp_path):
     assert run.returncode == 0 and "custom: mine.part" in run.stdout, run.stdout + run.stderr
     run = python(LAB, "--plan", "mine.typo", env=env)
     assert run.returncode == 2
-    assert run.stderr == "error: the plan's model.layers.*.mlp.gate fits no module of LlamaForCausalLM\n"
+    assert (
+        run.stderr
+        == "error: the plan's model.layers.*.mlp.gate fits no module of LlamaForCausalLM\n"
+    )
 
 
 BAD = [
@@ -121,7 +143,11 @@ BAD = [
 def test_bad_input_is_one_line(capsys, options, message):
     assert lab5.main(options) == 2
     printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.startswith(f"error: {message}") and printed.err.count("\n") == 1
+    assert (
+        printed.out == ""
+        and printed.err.startswith(f"error: {message}")
+        and printed.err.count("\n") == 1
+    )
 
 
 # Its bugs: the exercise whose check catches each, and what it says
@@ -132,7 +158,10 @@ CAUGHT = {
     "falls_back": ("choose_plan", "a plan that fails must not become another one"),
     "hf_ignores_sp": ("choose_plan", "it would run without SP, and say nothing"),
     "unknown_style_skipped": ("translate_hf_plan", "made_up_style: nothing raised"),
-    "logits_gathered": ("translate_hf_plan", "lm_head's colwise_gather_output becomes sharded_logits()"),
+    "logits_gathered": (
+        "translate_hf_plan",
+        "lm_head's colwise_gather_output becomes sharded_logits()",
+    ),
     "never_gathered": ("all_gather_style", "redistribute it to [Replicate()]"),
     "positions_from_zero": ("rotary_style", "every rank counts from 0"),
     "qk_norm_left_alone": ("qk_norm_style", "each rank keeps the gradient of its own heads"),
@@ -156,7 +185,10 @@ def test_a_bug_is_caught(bug):
 
 
 def test_a_bug_makes_the_lab_exit_1(capsys, tmp_path):
-    assert lab5.main(["--inject-bug", "positions_from_zero", "--json", str(tmp_path / "bug.json")]) == 1
+    assert (
+        lab5.main(["--inject-bug", "positions_from_zero", "--json", str(tmp_path / "bug.json")])
+        == 1
+    )
     assert capsys.readouterr().out.splitlines()[-1] == "FAIL lab5_tp_plans: rotary_style"
     results = json.loads((tmp_path / "bug.json").read_text())
     assert not results["passed"] and not results["exercises"]["rotary_style"]["passed"]
@@ -167,7 +199,9 @@ def test_a_bug_makes_the_lab_exit_1(capsys, tmp_path):
 
 def region(exercise):
     """The right answer to an exercise of one region."""
-    return dedent(next(body for _, name, body in REGION.findall(LAB.read_text()) if name == exercise))
+    return dedent(
+        next(body for _, name, body in REGION.findall(LAB.read_text()) if name == exercise)
+    )
 
 
 def changed(exercise, old, new):
@@ -188,7 +222,9 @@ WRONG_ANSWERS = [
         "validate_heads",
         [
             changed(
-                "validate_heads", "heads % world or kv_heads % world", "kv_heads * config.head_dim % world"
+                "validate_heads",
+                "heads % world or kv_heads % world",
+                "kv_heads * config.head_dim % world",
             )
         ],
         "refused",
@@ -201,7 +237,13 @@ WRONG_ANSWERS = [
     ),
     (
         "choose_plan",
-        [changed("choose_plan", "plan = plan(model, sequence_parallel) if callable(plan) else plan", "pass")],
+        [
+            changed(
+                "choose_plan",
+                "plan = plan(model, sequence_parallel) if callable(plan) else plan",
+                "pass",
+            )
+        ],
         "call it: it returns the plan",
     ),
     (
@@ -328,7 +370,9 @@ def test_an_unfinished_exercise_says_so(tmp_path):
     regions = REGION.findall(LAB.read_text())
     assert {name for _, name, _ in regions} == lab5.CHECKS.keys()
     for exercise in lab5.CHECKS:
-        todo = [f'raise NotImplementedError("{exercise}")' for _, name, _ in regions if name == exercise]
+        todo = [
+            f'raise NotImplementedError("{exercise}")' for _, name, _ in regions if name == exercise
+        ]
         passed, report, _ = graded(splice(tmp_path / "answer.py", exercise, todo), exercise)
         assert not passed and f"not done yet: {exercise}" in report
 

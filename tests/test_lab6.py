@@ -25,7 +25,9 @@ splice = partial(conftest.splice, lab6)
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lab6")
-    run = python(LAB, "--json", folder / "lab6.json", "--plot", folder / "lab6.png", "--lora-rank", 1)
+    run = python(
+        LAB, "--json", folder / "lab6.json", "--plot", folder / "lab6.png", "--lora-rank", 1
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stderr == "", "nothing but the report is printed"
     assert sorted(path.name for path in folder.iterdir()) == ["lab6.json", "lab6.png"]
@@ -37,7 +39,9 @@ def test_the_lab_proves_itself(finished):
     assert printed.splitlines()[-1] == "PASS lab6_lora: all 5 exercises' checks hold"
     assert results["passed"] and results["failed"] == []
     assert results["exercises"].keys() == lab6.CHECKS.keys()
-    assert all(exercise["passed"] and exercise["report"] for exercise in results["exercises"].values())
+    assert all(
+        exercise["passed"] and exercise["report"] for exercise in results["exercises"].values()
+    )
     assert picture.read_bytes()[:4] == b"\x89PNG" and picture.stat().st_size > 20_000
 
 
@@ -59,17 +63,23 @@ def test_every_way_is_one_device_and_sends_what_the_table_says(finished):
         assert row["forward"] == row["backward"] == own
         summed = way == "joined" or (way == "apart" and parallel)
         assert row["step"] == ({"all_reduce": 4 * 2 * hidden} if summed else {})
-    kept = {row["way"]: row["kept"] for row in rows if row["sequence_parallel"] and row["ranks"] == 3}
+    kept = {
+        row["way"]: row["kept"] for row in rows if row["sequence_parallel"] and row["ranks"] == 3
+    }
     assert kept["joined"] == kept["sharded"] > 2.9 * (kept["apart"] - 4 * tokens), (
         "apart keeps own tokens only"
     )
     trained = [sum(r["trained"] for r in rows[i : i + 2]) for i in (8, 10)]
-    assert rows[8]["way"] == "sharded" and trained == [2 * (96 + 130)] * 2, "sharded: no number is held twice"
+    assert rows[8]["way"] == "sharded" and trained == [2 * (96 + 130)] * 2, (
+        "sharded: no number is held twice"
+    )
 
 
 def test_rank_one_leaves_a_rank_without_its_share(finished):
     first, second = [row["trained"] for row in finished[1]["ways"] if row["ranks"] == 2][8:10]
-    assert first - second == 2 * 96, "of r = 1 the second rank holds no row of A, and no column of B"
+    assert first - second == 2 * 96, (
+        "of r = 1 the second rank holds no row of A, and no column of B"
+    )
 
 
 def test_peft_is_compared_where_it_is_installed(finished):
@@ -96,7 +106,9 @@ def test_without_the_sum_the_loss_looks_right_and_the_saved_adapter_is_wrong(fin
 def test_translating_in_place_leaks_into_a_later_model(finished):
     found = finished[1]["translation"]
     good, bad = found["translate_to_lora"], found["translate_in_place"]
-    assert good["adapted_error"] < 1e-5 and bad["adapted_error"] < 1e-5, "the adapted model shows nothing"
+    assert good["adapted_error"] < 1e-5 and bad["adapted_error"] < 1e-5, (
+        "the adapted model shows nothing"
+    )
     assert good["plan"] == ["ColwiseParallel", "RowwiseParallel"]
     assert good["later_model"].startswith("as on one device")
     assert bad["later_model"] == "AttributeError: 'Linear' object has no attribute 'lora_A'"
@@ -113,7 +125,11 @@ BAD = [
 def test_bad_input_is_one_line(capsys, options, message):
     assert lab6.main(options) == 2
     printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.startswith(f"error: {message}") and printed.err.count("\n") == 1
+    assert (
+        printed.out == ""
+        and printed.err.startswith(f"error: {message}")
+        and printed.err.count("\n") == 1
+    )
 
 
 # Its bugs: the exercise whose check catches each, and what it says
@@ -153,8 +169,16 @@ CUTS = """
 return {{"lora_A": 0 if self.way == SHARDED else None, "lora_B": 0}}, {}
 """
 WRONG_ANSWERS = [
-    ("column_lora", [CUTS.format('["lora_A"] if self.way == JOINED else []'), None], "missing in partial"),
-    ("column_lora", [CUTS.format('["lora_A"] if self.way != SHARDED else []'), None], "P times too large"),
+    (
+        "column_lora",
+        [CUTS.format('["lora_A"] if self.way == JOINED else []'), None],
+        "missing in partial",
+    ),
+    (
+        "column_lora",
+        [CUTS.format('["lora_A"] if self.way != SHARDED else []'), None],
+        "P times too large",
+    ),
     (
         "row_lora",
         [

@@ -34,14 +34,18 @@ def test_the_lab_proves_itself(run):
     assert picture.read_bytes()[:4] == b"\x89PNG" and picture.stat().st_size > 20_000
     assert found["passed"] and found["failed"] == []
     assert found["exercises"].keys() == lab7.CHECKS.keys()
-    assert all(exercise["passed"] and exercise["report"] for exercise in found["exercises"].values())
+    assert all(
+        exercise["passed"] and exercise["report"] for exercise in found["exercises"].values()
+    )
 
 
 def test_balance(run):
     """1024 tokens on 4 ranks by hand: 256 queries have 256 * 257 / 2 pairs with their own keys, 256^2 with
     earlier ones; zigzag has half of those in every step."""
     balance, own, earlier = run[1]["balance"], 256 * 257 // 2, 256 * 256
-    assert balance["contiguous"]["pairs"] == [[own] + [earlier] * r + [0] * (3 - r) for r in range(4)]
+    assert balance["contiguous"]["pairs"] == [
+        [own] + [earlier] * r + [0] * (3 - r) for r in range(4)
+    ]
     in_itself = 2 * (128 * 129 // 2) + 128 * 128
     assert balance["zigzag"]["pairs"] == [[in_itself] + [earlier // 2] * 3] * 4
     assert balance["contiguous"]["lockstep"] > 1.74 and balance["zigzag"]["lockstep"] == 1
@@ -51,11 +55,23 @@ def test_side_by_side(run):
     """Bytes that a rank of 4 sends for 256 tokens, 8 heads of 16 numbers, float64: by hand."""
     ways = {(r["heads"], r["kv_heads"], r["ranks"], r["way"]): r for r in run[1]["ways"]}
     tokens = 256 * 128 * 8  # all of them, as bytes
-    sent = [ways[8, 8, 4, way]["forward"] for way in ("SP", "Ulysses", "CP, ring", "CP, all-gather")]
-    assert sent == [2 * tokens * 3 / 4, 4 * tokens / 4 * 3 / 4, 2 * tokens * 3 / 4, 2 * tokens * 3 / 4]
-    assert ways[8, 4, 4, "CP, ring"]["forward"] == tokens * 3 / 4, "half of the KV heads, half of the bytes"
+    sent = [
+        ways[8, 8, 4, way]["forward"] for way in ("SP", "Ulysses", "CP, ring", "CP, all-gather")
+    ]
+    assert sent == [
+        2 * tokens * 3 / 4,
+        4 * tokens / 4 * 3 / 4,
+        2 * tokens * 3 / 4,
+        2 * tokens * 3 / 4,
+    ]
+    assert ways[8, 4, 4, "CP, ring"]["forward"] == tokens * 3 / 4, (
+        "half of the KV heads, half of the bytes"
+    )
     assert ways[8, 8, 4, "CP, ring"]["backward"] == 2 * tokens * 7 / 4
-    assert "3 heads" in ways[3, 1, 4, "Ulysses"]["refused"] and "3 heads" in ways[3, 1, 4, "SP"]["refused"]
+    assert (
+        "3 heads" in ways[3, 1, 4, "Ulysses"]["refused"]
+        and "3 heads" in ways[3, 1, 4, "SP"]["refused"]
+    )
     assert ways[3, 1, 4, "CP, ring"]["error"] < 1e-10
 
 
@@ -132,7 +148,11 @@ return torch.cat([torch.arange(*split(length, c, 2 * world)) for c in (rank, ran
         "2P - 1 - r counts from the end",
     ),
     ("work", "return torch.ones(world, world, dtype=torch.long)", ""),
-    ("merge", "return (out1 + out2) / 2, torch.logaddexp(lse1, lse2)", "a part counts by exp(its lse - lse)"),
+    (
+        "merge",
+        "return (out1 + out2) / 2, torch.logaddexp(lse1, lse2)",
+        "a part counts by exp(its lse - lse)",
+    ),
     (
         "merge",
         """lse = (lse1.exp() + lse2.exp()).log()

@@ -50,18 +50,28 @@ def test_the_lab_proves_itself(finished):
     assert printed.splitlines()[-1] == "PASS lab8_3d: all 7 exercises' checks hold"
     assert results["passed"] and results["failed"] == []
     assert results["exercises"].keys() == lab8.CHECKS.keys()
-    assert all(exercise["passed"] and exercise["report"] for exercise in results["exercises"].values())
+    assert all(
+        exercise["passed"] and exercise["report"] for exercise in results["exercises"].values()
+    )
     assert picture.read_bytes()[:4] == b"\x89PNG" and picture.stat().st_size > 20_000
     assert results["mesh"] == {"dp": 2, "pp": 2, "tp": 2} and len(results["ranks"]) == 8
     holds(results["ranks"])
     names = {name for report in results["ranks"] for name in report["errors"]}
-    assert len(names) == 2 + 1 + 9 * 5 + 2, "loss, norm; the table, 5 layers, norm, and the table as head"
+    assert len(names) == 2 + 1 + 9 * 5 + 2, (
+        "loss, norm; the table, 5 layers, norm, and the table as head"
+    )
 
 
 def test_which_group_does_what(finished):
     """Of rank 5: replica 1, the first of 2 stages, the second half of tp."""
     report = finished[1]["ranks"][5]
-    expected = {"dp": [1, 5], "pp": [5, 7], "tp": [4, 5], "embedding": [5, 7], "model": [4, 5, 6, 7]}
+    expected = {
+        "dp": [1, 5],
+        "pp": [5, 7],
+        "tp": [4, 5],
+        "embedding": [5, 7],
+        "model": [4, 5, 6, 7],
+    }
     assert {name: report["groups"][name] for name in expected} == expected
     calls = {tuple(row[:3]): row[3] for row in report["traffic"]}
     layers, microbatches = 3, 3
@@ -90,7 +100,9 @@ def test_the_usual_norms_are_wrong(finished):
         assert all(abs(report["norms"][name] / one - 1) > 1e-3 for name in wrong)
     assert ranks[0]["norms"]["over all ranks, dp too"] == pytest.approx(one * 2**0.5, rel=1e-5)
     own = [report["norms"]["this rank's part (torch's own clip)"] for report in ranks]
-    assert len(set(own)) == 4 and own[:4] == own[4:], "every rank of a replica clips by another factor"
+    assert len(set(own)) == 4 and own[:4] == own[4:], (
+        "every rank of a replica clips by another factor"
+    )
 
 
 MESHES = [(1, 1, 1), (1, 4, 2), (1, 2, 4), (1, 1, 8), (1, 8, 1), (8, 1, 1), (3, 1, 2)]
@@ -105,7 +117,9 @@ def test_any_mesh_is_one_device(shape):
 def test_what_the_command_line_does_not_say(monkeypatch):
     def sizes(**given):
         return tuple(
-            lab8.mesh_sizes(SimpleNamespace(**{"dp": None, "pp": None, "tp": None} | given)).values()
+            lab8.mesh_sizes(
+                SimpleNamespace(**{"dp": None, "pp": None, "tp": None} | given)
+            ).values()
         )
 
     assert sizes() == (2, 2, 2)
@@ -115,7 +129,9 @@ def test_what_the_command_line_does_not_say(monkeypatch):
     for world, shape in ((1, (1, 1, 1)), (2, (1, 1, 2)), (6, (3, 1, 2)), (16, (4, 2, 2))):
         monkeypatch.setenv("WORLD_SIZE", str(world))
         assert sizes() == shape
-    with pytest.raises(lab8.Unusable, match="2 x 2 x 2 is 8 ranks, and torchrun started 16; --dp 16 --pp 1"):
+    with pytest.raises(
+        lab8.Unusable, match="2 x 2 x 2 is 8 ranks, and torchrun started 16; --dp 16 --pp 1"
+    ):
         sizes(dp=2, pp=2, tp=2)
 
 
@@ -142,7 +158,11 @@ def test_bad_input_is_one_line(capsys, monkeypatch, options, environment, messag
         monkeypatch.setenv(name, value)
     assert lab8.main(options) == 2
     printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.startswith(f"error: {message}") and printed.err.count("\n") == 1
+    assert (
+        printed.out == ""
+        and printed.err.startswith(f"error: {message}")
+        and printed.err.count("\n") == 1
+    )
 
 
 # Two nodes: the Slurm file as it is, on a machine that plays both
@@ -188,7 +208,10 @@ def test_bad_input_ends_both_agents(tmp_path):
     """Rank 0 alone reads the command line: the others, on either node, must not wait for it."""
     status, printed = slurm(tmp_path, "--tp", 3)
     assert status == 1
-    assert printed.count("error: argument --tp: 3 does not divide the 4 ranks that torchrun started") == 1
+    assert (
+        printed.count("error: argument --tp: 3 does not divide the 4 ranks that torchrun started")
+        == 1
+    )
 
 
 # Its bugs: the exercise whose check catches each, and what it says
@@ -322,7 +345,9 @@ def test_a_wrong_answer_is_recognised(tmp_path, exercise, regions, verdict):
 
 
 def test_megatrons_way_to_count_is_right_too(tmp_path):
-    passed, report, _ = graded(splice(tmp_path / "answer.py", "grad_norm", [FIRST_COPY]), "grad_norm", seed=7)
+    passed, report, _ = graded(
+        splice(tmp_path / "answer.py", "grad_norm", [FIRST_COPY]), "grad_norm", seed=7
+    )
     assert passed, report
 
 
@@ -330,6 +355,8 @@ def test_an_unfinished_exercise_says_so(tmp_path):
     regions = REGION.findall(LAB.read_text())
     assert {name for _, name, _ in regions} == lab8.CHECKS.keys()
     for exercise in lab8.CHECKS:
-        todo = [f'raise NotImplementedError("{exercise}")' for _, name, _ in regions if name == exercise]
+        todo = [
+            f'raise NotImplementedError("{exercise}")' for _, name, _ in regions if name == exercise
+        ]
         passed, report, _ = graded(splice(tmp_path / "answer.py", exercise, todo), exercise)
         assert not passed and f"not done yet: {exercise}" in report

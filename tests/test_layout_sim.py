@@ -1,4 +1,4 @@
-"""sp_layout_sim.py: it holds in every layout and size, counts what is really there, and catches every bug."""
+"""sp_layout_sim.py: it holds in every layout and size, counts what is there, and catches bugs."""
 
 import importlib.util
 import json
@@ -20,8 +20,8 @@ def sim():
     return module
 
 
-def results(sim, *options):
-    return sim.run(sim.parse([str(option) for option in options]))
+def results(sim, options=""):
+    return sim.run(sim.parse(options.split()))
 
 
 def sent(result, phase, op=None):
@@ -33,74 +33,77 @@ def test_first_command():
     run = python(SCRIPT)
     assert run.returncode == 0 and run.stderr == ""
     lines = run.stdout.splitlines()
-    assert lines[-1].startswith(
-        "PASS sp_layout_sim: tp, sp, ulysses, cp: all values and gradients within 1e-12"
-    )
+    assert lines[-1].startswith("PASS sp_layout_sim: tp, sp, ulysses, cp: all values and gradients")
     rows = {line[:17].strip(): line.split() for line in lines if line.startswith("  ")}
     assert rows["norm 1"][2:8] == ["tokens", "0:6", "6:12", "(2,", "6,", "16)"]
-    assert rows["enter attention"][2:5] == ["whole", "all", "all"]
+    assert rows["enter attention"][2:5] == ["replicated", "all", "all"]
     assert rows["qkv"][1:4] == ["heads", "0:2", "2:4"]
-    assert rows["o"][1:3] == ["partial", "sum"] and rows["o"][-2] == "whole", "its gradient is whole"
-    assert [line.split() for line in lines if line.startswith("    v")] == [
-        ["v", "all_gather", "^", "reduce_scatter"],
-        ["v", "reduce_scatter", "^", "all_gather"],
-    ] * 2
-    assert max(map(len, lines[:25])) <= 100
+    assert rows["o"][1:3] == ["partial", "sum"] and rows["o"][-2] == "replicated", "its gradient"
+    moves = [line.split()[1::2] for line in lines if line.startswith("    v")]
+    assert moves == [["all_gather", "reduce_scatter"], ["reduce_scatter", "all_gather"]] * 2
+    assert max(map(len, lines[:-1])) <= 100
+    assert " whole" not in run.stdout and " copies" not in run.stdout, "the words are the field's"
+    assert "  wire bytes  formula" in run.stdout
+    assert "on 1 simulated rank, " in python(SCRIPT, "--tp", 1).stdout
+    assert python(SCRIPT, "--tp", 0).returncode == 2
 
 
 def test_the_three_questions_are_answered():
     text = python(SCRIPT).stdout
     mode, store, norm = text[text.index("1. Which") :].split("?\n")[1:]
     assert mode.strip().startswith("reduce_scatter, in Nanotron")
-    assert "all-reduce leaves (2, 12, 16) on every rank" in store and "(2, 6, 16) on rank 0" in store
-    assert "keeps for the backward: 8,640 bytes in tp, 6,720 in sp" in store
-    assert "sends in the forward:   1,536 bytes in tp, 1,536 in sp" in store
-    on_tokens, on_features = [float(part.split(".\n")[0].split()[0]) for part in norm.split("error ")[1:]]
-    assert on_tokens < 1e-15 and on_features > 0.05
+    assert "leaves (2, 12, 16) on every rank" in store and "(2, 6, 16) on rank 0" in store
+    assert "keeps for the backward:\n   8,640 bytes in tp, 6,720 in sp" in store
+    assert "sends in the forward:  1,536 wire bytes in tp, 1,536 in sp" in store
+    assert "sends in the backward: 1,536 wire bytes in tp, 2,304 in sp" in store
+    errors = [float(part.split()[0].rstrip(".")) for part in norm.split("error ")[1:]]
+    assert errors[0] < 1e-15 and errors[1] > 0.05
 
 
 def test_numpy_alone_is_loaded():
-    code = f"import sys; sys.argv = [{SCRIPT!r}]; sys.path.insert(0, '.'); import sp_layout_sim as sim; "
-    code += "sim.main([]); print([m for m in ('torch', 'matplotlib') if m in sys.modules])"
+    code = "import sys; sys.path.insert(0, '.'); import sp_layout_sim as sim; sim.main([]); "
+    code += "print([m for m in ('torch', 'matplotlib') if m in sys.modules])"
     assert python("-c", code).stdout.splitlines()[-1] == "[]"
 
 
 SIZES = [
     "--tp 1",
-    "--tp 2",
     "--tp 3 --seq 13 --batch 1 --hidden 20 --ffn 7",
     "--tp 4 --seq 4 --ffn 5 --batch 3",
     "--tp 8 --heads 8 --seq 31 --hidden 64 --ffn 200",
     "--tp 2 --hidden 4 --heads 4 --seq 2",
+    "--tp 8 --hidden 4 --heads 2 --layout cp",  # cp alone takes more ranks than heads
 ]
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_holds_at_any_size(sim, size):
-    run = results(sim, *size.split())
-    assert run["passed"] and list(run["layouts"]) == LAYOUTS
-    P, seq = run["tp"], run["seq"]
+    run = results(sim, size)
+    layouts = LAYOUTS if run["tp"] <= run["heads"] else ["cp"]
+    assert run["passed"] and run["wrong"] == [] and list(run["layouts"]) == layouts
     for result in run["layouts"].values():
         errors = [e for s in result["steps"].values() for e in (s["error"], s["gradient_error"])]
         errors += result["weight_gradients"].values()
         assert len(errors) == 2 * 19 + 9 and max(errors) < 1e-12
     assert max(run["finite_differences"].values()) < 1e-6 and len(run["finite_differences"]) == 10
-    for layout in ("sp", "cp"):  # between the blocks every token is on one rank, with all features
+    for layout in {"sp", "cp"} & {*layouts}:  # between blocks each token is on one rank, all of it
         step = run["layouts"][layout]["steps"]["residual"]
         ends = [tuple(map(int, piece.split(":"))) for piece in step["slices"]]
-        assert [t for start, end in ends for t in range(start, end)] == list(range(seq))
-        assert step["shapes"] == [(run["batch"], end - start, run["hidden"]) for start, end in ends]
-        assert max(b - a for a, b in ends) - min(b - a for a, b in ends) <= 1 and len(ends) == P
+        assert [t for start, end in ends for t in range(start, end)] == list(range(run["seq"]))
+        sizes = [end - start for start, end in ends]
+        assert len(sizes) == run["tp"] and max(sizes) - min(sizes) <= 1
+        assert step["shapes"] == [(run["batch"], size, run["hidden"]) for size in sizes]
 
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_bytes_are_those_of_the_papers(sim, tp):
-    run = results(sim, "--tp", tp, "--seq", 16, "--heads", 8, "--hidden", 32, "--ffn", 128)["layouts"]
+    run = results(sim, f"--tp {tp} --seq 16 --heads 8 --hidden 32 --ffn 128")["layouts"]
     b, s, h, heads, t = 2, 16, 32, 8, tp
     lse = 4 * b * s * heads / t
     # Korthikanti et al. 2022 without attention's probabilities: sbh (10 + 24/t) and sbh 34/t
     assert set(run["tp"]["kept_bytes"]) == {b * s * h * (10 + 24 / t) + lse}
-    assert set(run["sp"]["kept_bytes"]) == set(run["cp"]["kept_bytes"]) == {b * s * h * 34 / t + lse}
+    assert set(run["sp"]["kept_bytes"]) == {b * s * h * 34 / t + lse}
+    assert run["cp"]["kept_bytes"] == run["sp"]["kept_bytes"]
     assert set(run["ulysses"]["kept_bytes"]) == {b * s * h * 36 / t + lse}
     tensor = 2 * b * s * h * (t - 1)  # what all ranks send to gather one (b, s, h) in bf16
     assert sent(run["tp"], "forward") == sent(run["sp"], "forward") == 4 * tensor
@@ -108,37 +111,28 @@ def test_bytes_are_those_of_the_papers(sim, tp):
     assert sent(run["sp"], "backward", "all_gather") == 2 * sent(run["sp"], "forward", "all_gather")
     assert sent(run["ulysses"], "forward") == sent(run["ulysses"], "backward") == 4 * tensor / t
     assert sent(run["cp"], "forward") == 2 * tensor
+    for phase in ("forward", "backward"):  # q, k, v and out: one each, as README counts them
+        assert [t["count"] for t in run["ulysses"]["traffic"] if t["phase"] == phase] == [4]
     weights = 3 * h * h + h * h + 2 * h * 128 + 128 + 2 * h + 2 * h
     assert set(run["cp"]["weight_bytes"]) == {2 * weights}
     assert sent(run["cp"], "gradients") == 2 * (t - 1) * 2 * weights
-    assert sent(run["tp"], "gradients") == 0 and sent(run["sp"], "gradients") == 2 * (t - 1) * 2 * 4 * h
+    assert sent(run["tp"], "gradients") == 0
+    assert sent(run["sp"], "gradients") == 2 * (t - 1) * 2 * 4 * h
 
 
-def test_what_each_layout_cuts(sim):
-    run = results(sim)["layouts"]
-    cuts = {
-        name: [r["steps"][n]["holds"] for n in ("x", "attention of heads", "up")] for name, r in run.items()
-    }
-    assert cuts == {
-        "tp": ["whole", "heads", "features"],
-        "sp": ["tokens", "heads", "features"],
-        "ulysses": ["tokens", "heads", "tokens"],
-        "cp": ["tokens", "tokens", "tokens"],
-    }
-
-
-def test_cp_takes_more_ranks_than_heads(sim):
-    run = results(sim, "--tp", 8, "--layout", "cp", "--heads", 2, "--hidden", 4)
-    assert run["passed"] and list(run["layouts"]) == ["cp"]
+def test_what_each_layout_shards(sim):
+    shards = {"tp": "replicated heads features", "sp": "tokens heads features"}
+    shards |= {"ulysses": "tokens heads tokens", "cp": "tokens tokens tokens"}
+    for layout, result in results(sim)["layouts"].items():
+        held = [result["steps"][step]["holds"] for step in ("x", "attention of heads", "up")]
+        assert " ".join(held) == shards[layout]
 
 
 @pytest.mark.parametrize("mode,layout", [("all_reduce", "tp"), ("reduce_scatter", "sp")])
 def test_tp_mode_is_nanotrons_name_of_a_layout(mode, layout):
     by_mode, by_layout = python(SCRIPT, "--tp-mode", mode), python(SCRIPT, "--layout", layout)
-    assert (
-        by_mode.stdout == by_layout.stdout
-        and f"--layout {layout}, Nanotron's tp_mode {mode}." in by_mode.stdout
-    )
+    assert by_mode.stdout == by_layout.stdout
+    assert f"--layout {layout}, Nanotron's tp_mode {mode}." in by_mode.stdout
 
 
 CULPRIT = {  # the first thing that each bug makes wrong, in the order of computation
@@ -152,33 +146,46 @@ CULPRIT = {  # the first thing that each bug makes wrong, in the order of comput
     "local_positions": {"cp": "attention of heads, forward"},
     "unscaled_merge": {"cp": "attention of heads, forward"},
 }
+CASES = [(bug, layout) for bug, where in CULPRIT.items() for layout in where]
 
 
 @pytest.mark.parametrize("size", ["--tp 2", "--tp 3 --seq 7 --batch 1"])
-@pytest.mark.parametrize("bug,layout", [(bug, layout) for bug, where in CULPRIT.items() for layout in where])
+@pytest.mark.parametrize("bug,layout", CASES)
 def test_bugs_are_caught(sim, bug, layout, size):
-    run = results(sim, "--break", bug, "--layout", layout, *size.split())
+    run = results(sim, f"--break {bug} --layout {layout} {size}")
     assert not run["passed"] and run["wrong"][0] == f"{layout}: {CULPRIT[bug][layout]}"
-    assert all(result["wrong"] == [] for name, result in run["layouts"].items() if name != layout)
+    assert all(r["wrong"] == [] for name, r in run["layouts"].items() if name != layout)
 
 
-def test_every_bug_is_tested(sim):
-    assert {bug.__name__: layouts for bug, layouts in sim.BREAKS.items()} == {
-        bug: list(where) for bug, where in CULPRIT.items()
-    }
+def test_every_bug_is_tested():
     listed = python(SCRIPT, "--break", "list")
-    assert listed.returncode == 0 and [
-        line.split()[0] for line in listed.stdout.splitlines() if line
-    ] == list(CULPRIT)
+    rows = [line.split(maxsplit=1) for line in listed.stdout.splitlines() if line]
+    found = {bug: what.split(":")[0].split(", ") for bug, what in rows}
+    assert listed.returncode == 0 and found == {bug: list(CULPRIT[bug]) for bug in CULPRIT}
 
 
 def test_a_forgotten_reduction_exits_1(tmp_path):
     run = python(SCRIPT, "--break", "forgot_reduction", "--json", tmp_path / "out.json")
     assert run.returncode == 1 and run.stderr == ""
-    assert "\nWith the bug forgot_reduction: A block is left without the sum" in run.stdout
+    assert "\nWith the bug forgot_reduction: a block is left without the sum" in run.stdout
     assert run.stdout.splitlines()[-1].endswith("checks, the first: sp: leave attention, forward")
     steps = json.loads((tmp_path / "out.json").read_text())["layouts"]["sp"]["steps"]
     assert steps["o"]["error"] < 1e-12 < 0.1 < steps["leave attention"]["error"]
+
+
+@pytest.mark.parametrize("bug,layout", CASES)
+def test_a_broken_run_is_not_described_as_the_right_one(sim, capsys, bug, layout):
+    assert sim.main(["--break", bug, "--layout", layout]) == 1
+    text = capsys.readouterr().out
+    assert "What the ranks should hold at every step" in text and "  ranks should hold  " in text
+    assert "1. Which tp_mode" not in text and "Both add up" not in text and "PASS" not in text
+    if (bug, layout) == ("forgot_reduction", "tp"):  # the step that it breaks is in the table
+        assert float(text.split("\n  leave attention ")[1].split(")")[1].split()[0]) > 0.1
+        assert "  0 all_reduce, not 2  0           1,536 " in text
+    sends = layout == "ulysses" and bug != "own_tokens_only"
+    assert ("v 3 all_to_all" in text) == ("v 1 all_to_all" in text) == sends
+    titles = [title for title, *_ in sim.picture_columns(sim.parse(["--layout", "tp"]))]
+    assert ("leave attention" in titles) == (bug == "forgot_reduction"), "not: all_reduce, leave"
 
 
 def scaled(function, factor):
@@ -189,15 +196,15 @@ def scaled(function, factor):
     return wrong
 
 
-@pytest.mark.parametrize(
-    "name",
-    [f"{part}_backward" for part in ("layer_norm", "rms_norm", "linear", "silu", "attend", "dropout")],
-)
-def test_a_gradient_wrong_on_one_device_too_is_caught(sim, monkeypatch, name):
-    """One rank's gradients are the reference of P ranks': finite differences hold them."""
+PARTS = ["layer_norm", "rms_norm", "linear", "silu", "attend", "dropout"]
+
+
+@pytest.mark.parametrize("name", [*(f"{part}_backward" for part in PARTS), "attend"])
+def test_what_is_wrong_on_one_rank_too_is_caught(sim, monkeypatch, name):
+    """One rank is the reference of P: finite differences hold its gradients, one_device its y."""
     monkeypatch.setattr(sim, name, scaled(getattr(sim, name), 1.001))
-    run = results(sim)
-    assert not run["passed"] and any(wrong.endswith("against finite differences") for wrong in run["wrong"])
+    proof = "finite differences" if name.endswith("backward") else "one device"
+    assert any(wrong.endswith(f", against {proof}") for wrong in results(sim)["wrong"])
 
 
 def test_statistics_over_the_wrong_axis_are_caught(sim, monkeypatch):
@@ -217,7 +224,8 @@ def test_an_activation_kept_too_many_is_caught(sim, monkeypatch, kept, layout):
 def test_a_message_too_many_is_caught(sim, monkeypatch):
     monkeypatch.setitem(sim.BOUNDARY, "sp", (lambda xs, net: sim.all_gather(sim.all_gather(
         xs, net) and xs, net), *sim.BOUNDARY["sp"][1:]))  # fmt: skip
-    assert results(sim)["wrong"] == ["sp: bytes of all_gather, forward", "sp: bytes of all_gather, backward"]
+    phases = "forward", "backward"
+    assert results(sim)["wrong"] == [f"sp: bytes of all_gather, {phase}" for phase in phases]
 
 
 def test_the_backward_gets_nothing_but_what_is_kept(sim, monkeypatch):
@@ -235,33 +243,37 @@ def test_collectives(sim, P, seq):
         np.testing.assert_allclose(got, total[:, slice(*shares[r])], rtol=1e-12)
     for got in sim.all_reduce(xs, net):
         np.testing.assert_allclose(got, total, rtol=1e-12)
-    for got in sim.all_gather(sim.cut(total, 1, P), net):
+    for got in sim.all_gather(np.array_split(total, P, 1), net):
         assert (got == total).all()
-    heads = sim.all_to_all(sim.cut(total, 1, P), 2, 1, net)
-    assert all((a == b).all() for a, b in zip(heads, sim.cut(total, 2, P)))
+    heads = sim.all_to_all(np.array_split(total, P, 1), 2, 1, net)
+    assert all((a == b).all() for a, b in zip(heads, np.array_split(total, P, 2)))
     assert all((a == b).all() for a, b in zip(sim.send_next(xs, net), [xs[-1], *xs[:-1]]))
     one = (P - 1) * total.size * 2
-    assert net.traffic["forward", "reduce_scatter"] == net.traffic["forward", "all_gather"] == [1, one]
+    assert net.traffic["forward", "reduce_scatter"] == [1, one]
+    assert net.traffic["forward", "all_gather"] == [1, one]
     assert net.traffic["forward", "all_reduce"] == [1, 2 * one]
     assert net.traffic["forward", "send"] == [1, P * total.size * 2]
 
 
 BAD = [
-    ("--tp 0", "argument --tp: 0 is not a whole number of at least 1"),
-    ("--tp 5", "--tp 5: --layout sp gives each rank whole heads, of 4; --tp 4 would do"),
+    ("--tp 0", "--heads and --ffn must be at least 1"),
+    ("--seq x", "argument --seq: invalid int value: 'x'"),
+    ("--tp 5", "--layout sp needs a head a rank; --tp 4 would do, or more --heads, or --layout cp"),
     ("--tp 13 --layout cp", "--seq 12 leaves some of 13 ranks without a token; 13 would do"),
     ("--ffn 1", "--ffn 1 leaves some of 2 ranks without a feature; 2 would do"),
     ("--hidden 18", "--hidden 18 must be a multiple of --heads 4"),
     ("--hidden 2 --heads 2", "--hidden 2: norms of so few features are all alike; 4 would do"),
-    ("--seq 5000", "a tensor of 200,000,000 numbers are too much for one process"),
-    ("--layout cp --tp-mode all_reduce", "--tp-mode all_reduce is --layout tp, not cp; give one of the two"),
+    ("--seq 5000", "a tensor of 200,000,000 numbers is too large; 4,194,304 would do"),
+    ("--tp 65 --seq 65 --ffn 65 --layout cp", "--tp 65 is too much for one process; 64 would do"),
+    ("--layout cp --tp-mode all_reduce", "argument --tp-mode: not allowed with argument --layout"),
     ("--tp-mode typo", "argument --tp-mode: invalid choice: 'typo'"),
-    ("--break typo", "no bug typo; --break list names them"),
-    ("--break unscaled_merge", "--break unscaled_merge breaks nothing in --layout sp, but in cp"),
+    ("--break typo", "argument --break: invalid choice: 'typo' (choose from 'forgot_reduction',"),
+    ("--break unscaled_merge", "--break unscaled_merge breaks cp, not sp"),
     ("--break forgot_reduction --tp 1", "--break needs at least --tp 2"),
-    ("--plot picture.txt", "--plot picture.txt: the name must end in .png, .pdf or .svg"),
-    ("--plot x.png --tp 9 --heads 16", "--plot has colours for 8 ranks, not for 9"),
-    ("--json /nowhere/at/all.json", "cannot write /nowhere/at/all.json"),
+    ("--json /nowhere/at/all.json", "cannot write /nowhere/at/all.json: "),
+    ("--plot /nowhere/x.png", "cannot write /nowhere/x.png: "),
+    ("--plot picture.txt", "--plot picture.txt: not a .png, .pdf or .svg"),
+    ("--plot x.png --tp 9 --heads 16 --hidden 32", "--plot has colours for 8 ranks, not for 9"),
     ("--typo", "unrecognized arguments: --typo"),
 ]
 
@@ -270,17 +282,12 @@ BAD = [
 def test_bad_input_is_one_line(sim, capsys, options, message):
     assert sim.main(options.split()) == 2
     said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1
-    assert message in said.err
+    assert message in said.err and said.err.startswith("error: ") and said.err.count("\n") == 1
+    assert said.out == "" or ("cannot write" in message and "\nPASS" in said.out)
 
 
-def test_a_process_exits_2():
-    run = python(SCRIPT, "--tp", "0")
-    assert run.returncode == 2 and run.stdout == ""
-
-
-OWNERS = {  # on rank 1 of 2: the ranks that made the pieces of each column; None: copies
-    "tp": {"norm 1": [None], "qkv": [1], "attention": [1], "o": [1], "leave attention": [None]},
+OWNERS = {  # on rank 1 of 2: the ranks that made the pieces of each column; 2: replicated
+    "tp": {"norm 1": [2], "qkv": [1], "attention": [1], "o": [1], "leave attention": [2]},
     "sp": {"norm 1": [1], "enter attention": [0, 1], "qkv": [1], "attention": [1], "o": [1]},
     "ulysses": {"norm 1": [1], "qkv": [1], "qkv of heads": [0, 1], "attention of heads": [1]},
     "cp": {"norm 1": [1], "qkv": [1], "keys, values": [0], "attention": [1], "o": [1]},
@@ -293,19 +300,12 @@ OWNERS["ulysses"]["attention"] = [0, 1]
 def test_the_picture(sim, tmp_path, capsys, layout):
     from matplotlib import colors, image
 
-    options = [
-        "--layout",
-        layout,
-        "--plot",
-        str(tmp_path / "layout.png"),
-        "--json",
-        str(tmp_path / "out.json"),
-    ]
+    options = f"--layout {layout} --plot {tmp_path}/layout.png --json {tmp_path}/out.json".split()
     assert sim.main(options) == 0
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["layout.png", "out.json"], "no draft is left"
-    args = sim.parse(options)
-    columns = sim.picture_columns(json.loads((tmp_path / "out.json").read_text()), args)
-    assert {title: [piece[2] for piece in ranks[1]] for title, _, ranks in columns} == OWNERS[layout]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["layout.png", "out.json"], "no draft"
+    columns = sim.picture_columns(sim.parse(options))
+    makers = {title.split("\n")[-1]: set(made[1][made[1] >= 0]) for title, _, made in columns}
+    assert makers == {title: set(ranks) for title, ranks in OWNERS[layout].items()}
     pixels = image.imread(tmp_path / "layout.png")[..., :3]
     for colour in sim.COLOURS[:2]:
         share = (np.abs(pixels - colors.to_rgb(colour)).max(-1) < 0.01).mean()

@@ -11,8 +11,21 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("script", ["tp.py", "sp_megatron.py", "sp_ulysses.py", "pp.py"])
 def test_two_agents_run_one_job(script):
-    launch = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv-backend=c10d"]
-    command = [sys.executable, *launch, f"--rdzv-endpoint=127.0.0.1:{free_port()}", script, "--length", "64"]
+    launch = [
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=2",
+        "--nproc_per_node=1",
+        "--rdzv-backend=c10d",
+    ]
+    command = [
+        sys.executable,
+        *launch,
+        f"--rdzv-endpoint=127.0.0.1:{free_port()}",
+        script,
+        "--length",
+        "64",
+    ]
     how = {
         "cwd": ROOT,
         "env": ENVIRONMENT,

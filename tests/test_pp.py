@@ -1,23 +1,12 @@
-"""pp.py: every schedule proven, its traffic and its memory as they should be, its bugs caught."""
+"""pp.py: every schedule proven, its traffic and its memory as they should be."""
 
-import importlib
-from pathlib import Path
+from collections import Counter
 
 import pytest
 from conftest import python
-from test_strategies import FOLDER, SHAPES, shape
+from test_strategies import KINDS, SHAPES, shape
 
 SCHEDULES = ["afab", "1f1b", "interleaved", "zb"]
-CULPRIT = {  # what each bug breaks first, in the order of computation, under 1f1b on 2 ranks of 4 layers
-    "unscaled_loss": "loss",
-    "mean_of_means": "loss",
-    "overwritten_gradients": "model.norm.weight",
-    "untied_gradient": "model.embed_tokens.weight",
-    "dropped_boundary_gradient": "model.layers.3.post_attention_layernorm.weight",
-    "wrong_layers": "model.layers.0.self_attn.q_proj.weight",
-    "swapped_labels": "loss",
-    "no_op_parallelize": "model.embed_tokens.weight",
-}
 
 
 def step(schedule, microbatches, dtype):
@@ -41,7 +30,16 @@ def all_modes(schedule, microbatches, dtype):
 def shaped(schedule, name):
     """LLaMA as it comes, in microbatches of unequal size: 5 sequences in 3."""
     options = ["--batch", "5", "--microbatches", "3", "--length", "37", "--attn", "eager"]
-    return ["pp.py", "--model", shape(name), "--schedule", schedule, "--virtual-stages", "1", *options]
+    return [
+        "pp.py",
+        "--model",
+        shape(name),
+        "--schedule",
+        schedule,
+        "--virtual-stages",
+        "1",
+        *options,
+    ]
 
 
 PLAIN = {
@@ -54,10 +52,6 @@ PLAIN = {
 def plain(name):
     """No recomputation and the loss in one piece, several chunks of it, tiles."""
     return ["pp.py", *PLAIN[name], "--schedule", "zb"]
-
-
-def bug(schedule, name):
-    return ["pp.py", "--inject-bug", name, "--schedule", schedule, "--length", "64"]
 
 
 def in_flight(schedule, microbatches):
@@ -79,10 +73,9 @@ def by_torch(schedule):
     ]
 
 
-def drawn(schedule):
-    FOLDER.mkdir(exist_ok=True)
+def simulated(schedule):
     what = ["--mode", "schedule", "--schedule", schedule, "--stages", "8", "--microbatches", "32"]
-    return ["pp.py", *what, "--plot", str(FOLDER / f"{schedule}.png")]
+    return ["pp.py", *what]
 
 
 BAD = [
@@ -97,23 +90,13 @@ BAD = [
         "8 layers cannot fill 9 stages, 9 on each of 1 ranks",
     ),
     (["--schedule", "zb", "--torch"], "--torch runs --schedule afab and 1f1b"),
-    (["--mode", "schedule", "--stages", "0"], "argument --stages: 0 is not a whole number of at least 1"),
+    (
+        ["--mode", "schedule", "--stages", "0"],
+        "--stages 0 is too small; 1 would do",
+    ),
 ]
 
 
-BUGS_THAT_ARE_NONE = [
-    (["--inject-bug", "mean_of_means", "--batch", "6", "--microbatches", "2"],
-     "--inject-bug mean_of_means: the 2 microbatches of 6 sequences have as many targets each; --batch 7"),
-    (["--inject-bug", "swapped_labels", "--batch", "1"],
-     "--inject-bug swapped_labels needs at least 2 sequences"),
-    *((["--torch", "--inject-bug", bug], f"--inject-bug {bug} is a bug of our own engine, which --torch")
-      for bug in ("overwritten_gradients", "dropped_boundary_gradient", "swapped_labels")),
-]  # fmt: skip
-BUGS_ALL_THE_SAME = [
-    ["--inject-bug", "mean_of_means", "--batch", "7", "--microbatches", "2"],
-    ["--inject-bug", "swapped_labels", "--batch", "2", "--microbatches", "1"],
-    *(["--torch", "--inject-bug", bug] for bug in ("unscaled_loss", "untied_gradient", "wrong_layers")),
-]
 TOO_MANY = ["pp.py", "--schedule", "interleaved", "--virtual-stages", "5"]
 
 
@@ -121,15 +104,14 @@ def commands(ranks):
     """All that is run on a set of ranks, in one go."""
     rows = [step(s, m, "float64") for s in SCHEDULES for m in ("1", "7") if ranks == 2 or m == "7"]
     if ranks == 1:
-        rows += [drawn(s) for s in SCHEDULES] + [["pp.py", *options] for options, _ in BAD]
+        rows += [simulated(s) for s in SCHEDULES] + [["pp.py", *options] for options, _ in BAD]
     if ranks == 2:
         rows += [all_modes(s, "4", "float32") for s in SCHEDULES]
         rows += [step(s, "7", "bfloat16") for s in SCHEDULES]
-        rows += [bug("1f1b", name) for name in CULPRIT]
-        rows += [shaped(s, name) for s in ("1f1b", "zb") for name in SHAPES] + list(map(plain, PLAIN))
+        rows += [shaped(s, name) for s in ("1f1b", "zb") for name in SHAPES] + list(
+            map(plain, PLAIN)
+        )
         rows += [by_torch(s) for s in ("afab", "1f1b")] + [TOO_MANY]
-        rows += [["pp.py", *options] for options, _ in BUGS_THAT_ARE_NONE]
-        rows += [["pp.py", "--length", "64", *options] for options in BUGS_ALL_THE_SAME]
     if ranks in (2, 3):
         rows += [in_flight(s, m) for s in ("afab", "1f1b", "zb") for m in ("4", "12")]
     return rows
@@ -141,11 +123,10 @@ def commands(ranks):
 def test_float64_is_exact(outcomes, ranks, schedule, microbatches):
     outcome = outcomes(ranks, commands(ranks), step(schedule, microbatches, "float64"))
     assert outcome["exit"] == 0, outcome["output"]
-    correctness = outcome["json"]["correctness"]
-    assert correctness["worst"]["relative_error"] < 1e-10
-    kinds = [tensor["kind"] for tensor in correctness["tensors"]]
-    assert [kinds.count(kind) for kind in ("shard", "logits", "grad", "weight")] == [74, 1, 75, 74]
-    assert all(abs(tensor["owned"] - 1) < 1e-9 for tensor in correctness["tensors"])
+    tensors = outcome["json"]["correctness"]["tensors"]
+    assert max(tensor["relative_error"] for tensor in tensors) < 1e-10
+    assert Counter(tensor["kind"] for tensor in tensors) == KINDS
+    assert all(abs(tensor["owned"] - 1) < 1e-9 for tensor in tensors)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -154,11 +135,16 @@ def test_all_modes_hold(outcomes, schedule):
     assert outcome["exit"] == 0, outcome["output"]
     benchmark = outcome["json"]["benchmark"]
     assert all(row["bytes"] == row["expected_bytes"] > 0 for row in benchmark["traffic"])
-    boundary = 4 * 64 * 64 * 4 * (3 if schedule == "interleaved" else 1)  # (b, s, h) float32, a boundary
+    boundary = (
+        4 * 64 * 64 * 4 * (3 if schedule == "interleaved" else 1)
+    )  # (b, s, h) float32, a boundary
     for phase in ("forward", "backward"):
         sends = [r for r in benchmark["traffic"] if (r["phase"], r["op"]) == (phase, "send")]
         assert sum(row["bytes"] * len(row["ranks"]) for row in sends) == boundary
-    assert len(benchmark["timeline"]) == 2 * 4 * {"afab": 2, "1f1b": 2, "interleaved": 4, "zb": 3}[schedule]
+    assert (
+        len(benchmark["timeline"])
+        == 2 * 4 * {"afab": 2, "1f1b": 2, "interleaved": 4, "zb": 3}[schedule]
+    )
     assert 0 < benchmark["bubble"] < 1 and 0 < benchmark["bubble_formula"] < 1
 
 
@@ -179,31 +165,6 @@ def test_shapes(outcomes, schedule, name):
 def test_losses_and_recomputation(outcomes, name):
     outcome = outcomes(2, commands(2), plain(name))
     assert outcome["exit"] == 0, outcome["output"]
-
-
-@pytest.mark.parametrize("name", CULPRIT)
-def test_every_bug_is_caught_and_its_culprit_named(outcomes, name):
-    bug_is_caught(outcomes(2, commands(2), bug("1f1b", name)), "1f1b", name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks,schedule", [(2, "zb"), (3, "interleaved")])
-def test_every_bug_is_caught_under_other_schedules(outcomes, ranks, schedule):
-    rows = [bug(schedule, name) for name in CULPRIT]
-    for name in CULPRIT:
-        bug_is_caught(outcomes(ranks, rows, bug(schedule, name)), schedule, name)
-
-
-def bug_is_caught(outcome, schedule, name):
-    assert outcome["exit"] == 1, outcome["output"]
-    last = "model.layers.1" if schedule == "interleaved" else "model.layers.3"  # of the first stage
-    culprit = CULPRIT[name].replace("model.layers.3", last)
-    assert outcome["output"].strip().splitlines()[-1].endswith(f"the first: {culprit}")
-
-
-def test_the_bugs_listed_are_the_bugs_tested(capsys):
-    assert importlib.import_module("pp").main(["--inject-bug", "list"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.strip().splitlines()] == list(CULPRIT)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -237,14 +198,14 @@ def test_torch_runs_the_same_stages(outcomes, schedule):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedule_mode(outcomes, schedule):
-    outcome = outcomes(1, commands(1), drawn(schedule))
+    outcome = outcomes(1, commands(1), simulated(schedule))
     assert outcome["exit"] == 0, outcome["output"]
     results = outcome["json"]
+    assert results["passed"]
     formula = {"afab": 7 / 39, "1f1b": 7 / 39, "interleaved": 7 / 71, "zb": 7 / 103}[schedule]
     assert abs(results["bubble"] - formula) < 1e-9
     peaks = {"afab": [32] * 8, "1f1b": list(range(8, 0, -1)), "zb": [8] * 8}
     assert results["in_flight"] == peaks.get(schedule, [2 * (7 - r) + 8 + 1 for r in range(8)])
-    assert Path(drawn(schedule)[-1]).read_bytes().startswith(b"\x89PNG")
 
 
 CHECK_ALL = """
@@ -267,7 +228,8 @@ wrong[1].remove(("B", 1, 3))
 assert pp["faults"](wrong, 4, 8) == ["rank 1 does not do each of its actions once"]
 wrong = [actions.copy() for actions in lists]
 wrong[3].reverse()
-assert pp["faults"](wrong, 4, 8)[0].startswith("deadlock: these wait for each other: rank 0 with B0, rank 1")
+waits = "deadlock: these wait for each other: rank 0 with B0, rank 1"
+assert pp["faults"](wrong, 4, 8)[0].startswith(waits)
 """
 
 
@@ -283,28 +245,18 @@ def test_bad_input_is_refused_in_one_line(outcomes, options, message):
     assert outcome["output"].startswith(f"error: {message}")
 
 
-@pytest.mark.parametrize("options,message", BUGS_THAT_ARE_NONE)
-def test_a_bug_that_would_not_be_one_is_refused(outcomes, options, message):
-    outcome = outcomes(2, commands(2), ["pp.py", *options])
-    assert outcome["exit"] == 2 and outcome["output"].startswith(f"error: {message}"), outcome["output"]
-
-
-@pytest.mark.parametrize("options", BUGS_ALL_THE_SAME)
-def test_a_bug_is_caught_in_other_settings(outcomes, options):
-    outcome = outcomes(2, commands(2), ["pp.py", "--length", "64", *options])
-    assert outcome["exit"] == 1 and "FAIL correctness" in outcome["output"], outcome["output"]
-
-
 def test_more_stages_than_layers(outcomes):
     outcome = outcomes(2, commands(2), TOO_MANY)
-    said = "8 layers cannot fill 10 stages, 5 on each of 2 ranks; at most 1 ranks would do"
+    said = "8 layers cannot fill 10 stages, 5 on each of 2 ranks; at most 1 rank would do"
     assert (outcome["exit"], outcome["output"]) == (2, f"error: {said}\n")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_schedule_in_all_modes(outcomes, ranks):
-    rows = [all_modes(s, *rest) for s in SCHEDULES for rest in (("7", "float32"), ("1", "bfloat16"))]
+    rows = [
+        all_modes(s, *rest) for s in SCHEDULES for rest in (("7", "float32"), ("1", "bfloat16"))
+    ]
     for command in rows:
         outcome = outcomes(ranks, rows, command)
         assert outcome["exit"] == 0, outcome["output"]

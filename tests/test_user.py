@@ -9,37 +9,43 @@ import time
 
 import pytest
 from conftest import ENVIRONMENT, ROOT, STRATEGIES, python, torchrun
-from copies import drift
+from copies import drift, split_tail
 from transformers import GPT2Config
 
+DIFF = 300  # lines of `diff tp.py sp_megatron.py`
+BUDGETS = {}
 PRESETS = "tiny, smollm2-135m, llama-3.2-1b, llama-3.2-3b, llama-3.1-8b"
 
 
 def test_the_demo_passes():
     run = torchrun(2, "sp_megatron.py", "--mode", "correctness")
     assert run.returncode == 0, run.stderr
-    assert run.stdout.strip().splitlines()[-1].startswith("PASS correctness: loss, logits, all gradients")
+    assert (
+        run.stdout.strip()
+        .splitlines()[-1]
+        .startswith("PASS correctness: loss, logits, all gradients")
+    )
     assert run.stderr == "", "nothing but the report is printed"
 
 
 BAD = [
-    (["--length", "0"], "argument --length: 0 is not a whole number of at least 1"),
-    (["--length", "1"], "--length 1 has no next token to predict; 2 would do"),
+    (["--length", "0"], "--length 0 is too small; 2 would do"),
+    (["--length", "1"], "--length 1 is too small; 2 would do"),
+    (["--batch", "-1"], "--batch -1 is too small; 1 would do"),
+    (["--length", "9x"], "argument --length: invalid int value: '9x'"),
     (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
     (["--backend", "nccl"], "--backend nccl needs"),
     (["--backend", "fake"], "--backend fake computes no real values: --mode benchmark only"),
     (["--model", "./nowhere"], f"no such model directory: ./nowhere (presets: {PRESETS})"),
     (["--model", "nowhere"], f"no such model directory: nowhere (presets: {PRESETS})"),
-    (["--model", "nowhere.gguf"], "no such file: nowhere.gguf"),
-    (["--model", "nobody/nothing"], "nobody/nothing: no such directory, and the hub does not answer"),
+    (["--model", "nowhere.gguf"], "cannot read the model nowhere.gguf: "),
+    (["--model", "nobody/nothing"], "cannot read the model nobody/nothing: "),
     (["--model", "tests/.shapes/gpt2"], "model_type gpt2; these scripts take llama"),
-    (["--model", "tests"], "no config.json in the directory tests"),
-    (["--attn", "flash"], "--attn flash needs a GPU"),
+    (["--model", "tests"], "cannot read the model tests: "),
+    (["--attn", "flash"], "FlashAttention2 has been toggled on, but it cannot be used"),
     (["--json", "/nowhere/at/all.json"], "cannot write /nowhere/at/all.json"),
-    (["--text", "nowhere.txt"], "--text nowhere.txt: no such file, or empty"),
+    (["--text", "nowhere.txt"], "No such file or directory: 'nowhere.txt'"),
     (["--profile", "trace.json"], "--profile needs --mode benchmark or all"),
-    (["--inject-bug", "typo"], "no bug typo; --inject-bug list names them"),
-    (["--inject-bug", "no_op_parallelize"], "--inject-bug needs at least 2 ranks"),
     (["--typo"], "unrecognized arguments: --typo"),
 ]
 
@@ -51,7 +57,9 @@ def test_bad_input_is_one_line(outcomes, script, options, message):
     commands = [[script, *options] for script in STRATEGIES for options, _ in BAD]
     outcome = outcomes(1, commands, [script, *options], offline=True)
     assert outcome["exit"] == 2
-    assert outcome["output"].startswith("error: ") and outcome["output"].count("\n") == 1, outcome["output"]
+    assert outcome["output"].startswith("error: ") and outcome["output"].count("\n") == 1, outcome[
+        "output"
+    ]
     assert message in outcome["output"]
 
 
@@ -60,7 +68,7 @@ def test_a_process_of_its_own_exits_2(script):
     fake = {"RANK": "3", "WORLD_SIZE": "4"}
     run = python(script, "--backend", "fake", "--mode", "benchmark", "--length", "nine", env=fake)
     assert (run.returncode, run.stdout) == (2, "")
-    assert run.stderr == "error: argument --length: nine is not a whole number of at least 1\n"
+    assert run.stderr == "error: argument --length: invalid int value: 'nine'\n"
 
 
 @pytest.mark.slow
@@ -69,55 +77,65 @@ def test_under_torchrun_rank_0_alone_says_why():
     run = torchrun(4, "tp.py", "--model", "smollm2-135m")
     assert run.returncode != 0 and time.time() - begin < 60  # 1: torchrun has a status of its own
     ours = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
-    why = "9 heads with 3 KV heads cannot be split over 4 ranks; these rank counts would do: 1, 2, 3, 6, 9"
-    assert ours == [f"error: {why}"]
+    why = "9 heads with 3 KV heads cannot be split over 4 ranks; these rank counts would do: "
+    assert ours == [f"error: {why}1, 2, 3, 6, 9"]
     assert re.search(r"exitcode\s*: 2", run.stderr) and "[rank" not in run.stderr
 
 
 def test_one_of_the_fake_ranks_measures_alone(tmp_path):
     run = python(
-        "sp_megatron.py", "--backend", "fake", "--mode", "benchmark", env={"RANK": "3", "WORLD_SIZE": "4"}
+        "sp_megatron.py",
+        "--backend",
+        "fake",
+        "--mode",
+        "benchmark",
+        env={"RANK": "3", "WORLD_SIZE": "4"},
     )
     assert run.returncode == 0, run.stderr
     assert "4 ranks (fake, cpu)" in run.stdout and "PASS benchmark" in run.stdout
 
 
+def running(script, *options):
+    """A job of two ranks that has been at work for a while: (the process, ids of ranks 0 and 1)."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", script]
+    how = {"cwd": ROOT, "env": ENVIRONMENT, "text": True, "start_new_session": True}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    job = subprocess.Popen([*launch, *options], **how, **pipes)
+    ranks = {}
+    while len(ranks) < 2 and job.poll() is None:
+        time.sleep(0.5)
+        ranks = {rank_of(pid): pid for pid in children(job.pid) if running_for(pid) > 12}
+    return job, ranks["0"], ranks["1"]
+
+
 @pytest.mark.parametrize("script", ["sp_megatron.py", "pp.py"])
-def test_a_killed_rank_ends_the_job(script, tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node=2",
-        script,
-        "--mode",
-        "learning",
-    ]
-    options = {
-        "cwd": ROOT,
-        "env": ENVIRONMENT,
-        "text": True,
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.PIPE,
-    }
-    job = subprocess.Popen([*command, "--length", "4096"], **options)
-    victim = None
-    while victim is None and job.poll() is None:
-        time.sleep(1)
-        victim = next(
-            (pid for pid in children(job.pid) if rank_of(pid) == "1" and running_for(pid) > 8), None
-        )
+def test_a_killed_rank_ends_the_job(script):
+    job, _, victim = running(script, "--mode", "learning", "--length", "4096")
     os.kill(victim, signal.SIGKILL)
     begin = time.time()
     _, errors = job.communicate(timeout=60)
-    assert time.time() - begin < 15 and job.returncode != 0
+    assert time.time() - begin < 45 and job.returncode != 0
     assert re.search(r"rank\s*: 1 \(local_rank: 1\)\s*exitcode\s*: -9", errors), errors
     assert not any(os.path.exists(f"/proc/{pid}") for pid in children(job.pid))
 
 
+@pytest.mark.parametrize("script", ["tp.py", "pp.py"])
+def test_ctrl_c_ends_a_run_with_one_line(script):
+    job, *ranks = running(script, "--mode", "learning", "--length", "4096")
+    os.killpg(job.pid, signal.SIGINT)  # as a terminal does: to torchrun and its ranks
+    begin = time.time()
+    said, errors = job.communicate(timeout=60)
+    assert time.time() - begin < 10
+    assert said.splitlines().count("stopped") == 1
+    assert "learning.py" not in errors and f'{script}", line' not in errors, errors
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in ranks)
+
+
 def children(parent):
     """Process ids whose parent is this one."""
-    run = subprocess.run(["ps", "-o", "pid=", "--ppid", str(parent)], capture_output=True, text=True)
+    run = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(parent)], capture_output=True, text=True
+    )
     return [int(pid) for pid in run.stdout.split()]
 
 
@@ -130,7 +148,10 @@ def rank_of(pid):
 def running_for(pid):
     """Seconds since a process started: by 8 s it has loaded torch and works."""
     return float(
-        subprocess.run(["ps", "-o", "etimes=", "-p", str(pid)], capture_output=True, text=True).stdout or 0
+        subprocess.run(
+            ["ps", "-o", "etimes=", "-p", str(pid)], capture_output=True, text=True
+        ).stdout
+        or 0
     )
 
 
@@ -147,20 +168,31 @@ def test_drift_is_found_and_fixed(tmp_path):
     assert drift(tmp_path) == ["sp_megatron.py: split differs from its original in tp.py"]
     drift(tmp_path, fix=True)
     assert drift(tmp_path) == [] and copy.read_text() == right
-    copy.write_text(
-        right.replace("    base, extra = divmod(n, world)\n", "    base, extra = divmod(n, world)\n" * 3)
-    )
-    ulysses = tmp_path / "sp_ulysses.py"  # it copies from the copy, whose lines move as it is mended
-    ulysses.write_text(ulysses.read_text().replace("return length + -length % world", "return length"))
+    copy.write_text(right.replace("    return not failed\n", "    return True\n"))
+    assert drift(tmp_path) == ["sp_megatron.py: its last sections differ from those of tp.py"]
+    drift(tmp_path, fix=True)
+    assert drift(tmp_path) == [] and copy.read_text() == right
+    line = "    base, extra = divmod(n, world)\n"
+    copy.write_text(right.replace(line, line * 3))
+    ulysses = tmp_path / "sp_ulysses.py"  # it copies from the copy, whose lines move when mended
+    text = ulysses.read_text()
+    ulysses.write_text(text.replace("return length + -length % world", "return length"))
     drift(tmp_path, fix=True)
     assert drift(tmp_path) == [] and copy.read_text() == right
     copy.write_text(right.replace("# Copied from tp.py\ndef shift", "def shift"))
-    assert "sp_megatron.py: shift is the same in tp.py, and nothing marks it" in drift(tmp_path)
+    assert "sp_megatron.py: shift is the same in tp.py, and unmarked" in drift(tmp_path)
 
 
 def test_a_diff_of_the_scripts_is_about_sequence_parallelism():
-    run = subprocess.run(["diff", "tp.py", "sp_megatron.py"], cwd=ROOT, capture_output=True, text=True)
-    changed = [line[2:] for line in run.stdout.splitlines() if line[:2] in ("< ", "> ")]
+    diff = ["diff", "tp.py", "sp_megatron.py"]
+    lines = subprocess.run(diff, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+    changed = [line[2:] for line in lines if line[:2] in ("< ", "> ")]
     assert "# Copied from tp.py" not in changed, "the marks stand in both"
-    harness = (ROOT / "tp.py").read_text().split("# 6. Harness")[1].split("OWN_MODES")[0].splitlines()
-    assert not [line for line in changed if len(line) > 30 and line in harness], "the harness is the same"
+    assert len(lines) <= DIFF
+    _, tail, original = split_tail((ROOT / "sp_megatron.py").read_text())
+    assert original == "tp.py" and (ROOT / "tp.py").read_text().endswith(tail)
+
+
+@pytest.mark.parametrize("name,most", BUDGETS.items())
+def test_a_file_is_read_in_one_sitting(name, most):
+    assert len((ROOT / name).read_text().splitlines()) <= most, "who adds takes something away"

@@ -1,0 +1,399 @@
+"""What people really get wrong in parallel training code: 32 bugs, each to be seen caught.
+
+    python labs/break_it.py --list                    # the bugs of each script
+    torchrun --nproc_per_node=2 labs/break_it.py sp_megatron.py unsummed_norm_gradient
+    torchrun --nproc_per_node=2 labs/break_it.py pp.py mean_of_means --schedule zb --dtype float64
+
+A bug is a function of the script's module: it puts something wrong in the place of something right.
+Then the script runs with its own options, and exits with 1 where it notices. Correctness mode, the
+default, has to notice every bug and to name what is wrong first; benchmark mode looks at times and
+bytes alone. torchrun reports each exit status of 1 at length: the script's verdict, FAIL, is above
+that. A bug that would change nothing with the options given is refused (exit 2).
+
+Before you run one: what will be wrong, the loss or only gradients? On which ranks? What is first?
+"""
+
+import importlib.util
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
+
+BUGS = {"tp": {}, "sp_megatron": {}, "sp_ulysses": {}, "pp": {}}  # {script: {name: bug}}
+
+
+def bug_of(*scripts):
+    """Enter a bug under each of the scripts that can have it."""
+
+    def enter(bug):
+        for script in scripts:
+            BUGS[script][bug.__name__] = bug
+        return bug
+
+    return enter
+
+
+def instead_of(owner):
+    """Put a function in the place of its namesake in owner, which it gets first: `right`."""
+
+    def put(wrong):
+        right = getattr(owner, wrong.__name__)
+        setattr(owner, wrong.__name__, lambda *args, **kwargs: wrong(right, *args, **kwargs))
+
+    return put
+
+
+# --------------------------------------------------------------------------------------------------
+# tp.py, sp_megatron.py: matrices are cut, and what leaves a block is a partial sum
+# --------------------------------------------------------------------------------------------------
+
+
+@bug_of("tp")
+def missing_backward_all_reduce(script):
+    """f's backward passes each rank's own dx on: all below lacks the other ranks' summands."""
+
+    @instead_of(script.CopyToTPRegion)
+    def backward(right, ctx, grad):
+        return grad, None
+
+
+@bug_of("sp_megatron")
+def missing_backward_reduction(script):
+    """g's backward only cuts dx by tokens: all below lacks the other ranks' summands."""
+
+    @instead_of(script.GatherFromSPRegion)
+    def backward(right, ctx, grad):  # (b, s, h) -> (b, s/P, h)
+        return grad.chunk(ctx.group.size(), 1)[ctx.group.rank()], None
+
+
+@bug_of("tp", "sp_megatron")
+def missing_forward_reduction(script):
+    """What leaves a block is not summed: each rank goes on with its own partial sum."""
+    tp = script.STRATEGY == "tp"
+
+    @instead_of(script.ReduceFromTPRegion if tp else script.ReduceScatterToSPRegion)
+    def forward(right, ctx, x, group):
+        ctx.group = group
+        start, end, _ = script.token_range(x.shape[1], group)  # tp.py: all tokens
+        return x[:, start:end]
+
+
+@bug_of("tp")
+def all_reduce_both_ways(script):
+    """g all-reduces in the backward, too: gradients grow by a factor of P at every block."""
+
+    @instead_of(script.ReduceFromTPRegion)
+    def forward(right, ctx, x, group):
+        ctx.group = group
+        return right(ctx, x, group)
+
+    script.ReduceFromTPRegion.backward = script.CopyToTPRegion.backward
+
+
+@bug_of("tp", "sp_megatron")
+def wrong_shard(script):
+    """One matrix is cut in the wrong place: layer 0's o_proj has the columns of the next rank."""
+
+    @instead_of(script)
+    def parallelize(right, model, group, args):
+        o_proj = model.model.layers[0].self_attn.o_proj
+        full = o_proj.weight.detach().clone()
+        right(model, group, args)
+        (_, start, _), size = o_proj.weight.shard, o_proj.weight.shape[1]
+        o_proj.weight.data = full.roll(-size, 1)[:, start : start + size].clone()
+
+
+@bug_of("tp")
+def unmasked_embedding(script):
+    """A token whose row is on another rank is not masked: this rank adds a row of its own."""
+
+    @instead_of(script.VocabParallelEmbedding)
+    def forward(right, self, ids):
+        rows = (ids - self.start).clamp(0, len(self.weight) - 1)
+        return script.reduce_from_tp_region(F.embedding(rows, self.weight), self.group)
+
+
+@bug_of("tp", "sp_megatron")
+def local_softmax(script):
+    """The loss's softmax is over each rank's shard of the vocabulary, not over all of it."""
+    alone = SimpleNamespace(size=lambda: 1)
+
+    @instead_of(script.VocabParallelCrossEntropy)
+    def forward(right, ctx, logits, target, start, group):
+        return right(ctx, logits, target, start, alone)
+
+
+# --------------------------------------------------------------------------------------------------
+# sp_megatron.py, sp_ulysses.py: each rank has tokens of its own
+# --------------------------------------------------------------------------------------------------
+
+
+@bug_of("sp_megatron")
+def unsummed_norm_gradient(script):
+    """Each rank keeps the gradient that its own tokens give a norm: the replicas drift apart."""
+
+    @instead_of(script)
+    def parallelize(right, model, group, args):
+        right(model, group, args)
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.sum_over = None
+
+
+@bug_of("sp_ulysses")
+def missing_gradient_sum(script):
+    """Each rank keeps the gradients that its own tokens give: the replicas drift apart."""
+    script.sum_shared_gradients = lambda model: None
+
+
+@bug_of("sp_megatron", "sp_ulysses")
+def local_position_ids(script):
+    """Each rank counts the positions of its own tokens from 0: their rotary embedding is wrong."""
+
+    @instead_of(script)
+    def parallelize(right, model, group, args):
+        right(model, group, args)
+        size = script.padded(args.length, group.size()) // group.size()  # tokens a rank
+
+        def forward(inner, x, position_ids):
+            return inner(x, position_ids % size)
+
+        script.wrap(model.model.rotary_emb, forward)
+
+
+@bug_of("sp_megatron", "sp_ulysses")
+def shift_after_split(script):
+    """Labels are shifted after they are split: each rank's last token has no target."""
+
+    @instead_of(script)
+    def mean_loss(right, model, hidden, labels, group, args):
+        labels, size = labels.clone(), hidden.shape[1]  # s/P tokens a rank
+        labels[:, size::size] = script.IGNORE  # a rank's first label: the rank before needs it
+        return right(model, hidden, labels, group, args)
+
+
+@bug_of("sp_ulysses")
+def no_op_ulysses(script):
+    """The model keeps its stock attention: a token attends to those on its own rank only."""
+
+    @instead_of(script)
+    def parallelize(right, model, group, args):
+        right(model, group, args)
+        model.set_attn_implementation(args.attention)
+
+
+@bug_of("sp_ulysses")
+def wrong_head_order(script):
+    """The all-to-all of attention's output returns each head in the place of the next."""
+
+    @instead_of(script)
+    def heads_to_tokens(right, x, counts, group):  # -> (b, s/P, heads, d)
+        return right(x, counts, group).roll(1, 2)
+
+
+# --------------------------------------------------------------------------------------------------
+# pp.py: stages, microbatches, and gradients that accumulate
+# --------------------------------------------------------------------------------------------------
+
+
+@bug_of("pp")
+def unscaled_loss(script):
+    """Each microbatch's loss is its own mean, and these are summed: about M times too large."""
+
+    @instead_of(script)
+    def microbatch_loss(right, model, hidden, targets, count, args):
+        return right(model, hidden, targets, (targets != script.IGNORE).sum(), args)
+
+
+@bug_of("pp")
+def mean_of_means(script):
+    """The loss is the mean of the microbatches' means, though they differ in number of targets."""
+
+    @instead_of(script)
+    def microbatch_loss(right, model, hidden, targets, count, args):
+        own = (targets != script.IGNORE).sum()
+        return right(model, hidden, targets, own * args.microbatches, args)
+
+
+@bug_of("pp")
+def overwritten_gradients(script):
+    """A microbatch's gradients replace those of the one before instead of adding to them."""
+
+    @instead_of(script.Pipeline)
+    def backward(right, self, action, grad):
+        for parameter in self.stages[action.stage].parameters():
+            parameter.grad = None
+        right(self, action, grad)
+
+
+@bug_of("pp")
+def untied_gradient(script):
+    """First and last stage each keep their own summand of the tied embedding's gradient."""
+    script.sum_shared_gradients = lambda model: None
+
+
+@bug_of("pp")
+def dropped_boundary_gradient(script):
+    """The gradient that the second stage sends to the first is lost: zeros arrive."""
+
+    @instead_of(script.Pipeline)
+    def receive(right, self, action):
+        message = right(self, action)
+        return message * 0 if action.kind == "B" and action.stage == 0 else message
+
+
+@bug_of("pp")
+def wrong_layers(script):
+    """First and last layer are swapped before the layers are dealt out to the stages."""
+
+    @instead_of(script)
+    def parallelize(right, model, group, args):
+        first, *others, last = model.model.layers
+        model.model.layers = nn.ModuleList([last, *others, first])
+        right(model, group, args)
+
+
+@bug_of("pp")
+def swapped_labels(script):
+    """The last stage holds each sequence against the labels of the one before it."""
+
+    @instead_of(script.Pipeline)
+    def run(right, self, ids, labels, finish, backward=True):
+        return right(self, ids, labels.roll(1, 0), finish, backward)
+
+
+# --------------------------------------------------------------------------------------------------
+# Everywhere
+# --------------------------------------------------------------------------------------------------
+
+
+@bug_of("tp", "sp_megatron", "sp_ulysses")
+def loss_by_local_count(script):
+    """Each rank divides the loss by how many targets are its own, not by how many there are."""
+
+    def own(targets, group, args):  # of its vocabulary; where tokens are split, of its tokens
+        if script.STRATEGY == "tp":
+            start, end = script.split(args.config.vocab_size, group.rank(), group.size())
+            return (targets >= start) & (targets < end)
+        start, end, _ = script.token_range(args.length, group)
+        return targets[:, start:end] != script.IGNORE
+
+    @instead_of(script)
+    def mean_loss(right, model, hidden, labels, group, args):
+        loss, targets = right(model, hidden, labels, group, args), script.shift(labels)
+        return loss * (targets != script.IGNORE).sum() / own(targets, group, args).sum()
+
+
+@bug_of(*BUGS)
+def no_op_parallelize(script):
+    """Nothing is sharded: every rank holds and computes everything. The loss is right."""
+
+    @instead_of(script)
+    def parallelize(right, model, group, args):
+        if script.STRATEGY == "sp_ulysses":  # weights are replicated, as they should be
+            for parameter in model.parameters():
+                parameter.replicas = group.size()
+        if script.STRATEGY.startswith("sp_"):  # every rank has all tokens, as it should not
+            script.token_range = lambda length, group: (0, length, 1)
+
+    @instead_of(script)
+    def train_step(right, model, ids, labels, group, args, backward=True):
+        return script.reference_step(model, ids, labels, backward)
+
+    @instead_of(script)
+    def local_logits(right, model, ids, group, args):
+        return model(input_ids=ids, use_cache=False).logits
+
+    script.FIGURES = None  # there is no pipeline to measure
+
+
+# --------------------------------------------------------------------------------------------------
+# Running a script with a bug
+# --------------------------------------------------------------------------------------------------
+
+
+def pointless(name, script, args, world):
+    """Why a bug would change nothing with these options, and what would do; else None."""
+    options = vars(args)
+    M = options.get("microbatches")
+    if world == 1:
+        return "needs 2 ranks: start it with torchrun --nproc_per_node=2"
+    if options.get("dtensor") and name not in ("loss_by_local_count", "no_op_parallelize"):
+        return "is a bug of our own code, which --dtensor does not run"
+    engine = "overwritten_gradients", "dropped_boundary_gradient", "swapped_labels"
+    if options.get("torch") and name in engine:
+        return "is a bug of our own engine, which --torch does not run"
+    if name in ("unscaled_loss", "mean_of_means", "overwritten_gradients") and M == 1:
+        return "needs 2 microbatches: with one it is right"
+    if name == "mean_of_means":
+        _, labels = script.proof_batch(args, SimpleNamespace(size=lambda: world))
+        targets = (script.shift(labels) != script.IGNORE).sum(1)  # of each sequence
+        if len({int(targets[slice(*script.split(args.batch, m, M))].sum()) for m in range(M)}) == 1:
+            enough = f"--batch {max(3, args.batch)} --microbatches {max(3, args.batch)}"
+            return f"is none where all {M} microbatches have as many targets; {enough} would do"
+    if name == "swapped_labels" and args.batch == 1:
+        return "needs 2 sequences: --batch 2 would do"
+    if name == "untied_gradient" and not args.config.tie_word_embeddings:
+        return f"is none where embeddings are not tied, as in {args.model}; tiny's are"
+    return None
+
+
+def load(path):
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    script = sys.modules[path.stem] = importlib.util.module_from_spec(spec)  # pickle looks there
+    spec.loader.exec_module(script)
+    return script
+
+
+def plant(name, script):
+    """Change the script's module; once its arguments are settled it says so, or refuses."""
+    bug = BUGS[script.STRATEGY][name]
+
+    @instead_of(script)
+    def check_shape(right, args, world):
+        right(args, world)
+        reason = pointless(name, script, args, world)
+        if reason:
+            raise script.Unusable(f"{name} {reason}")
+        args.bug = name  # --json holds it
+        script.say(f"with the bug {name}:", f"  {bug.__doc__}")
+
+    script.OWN_MODES.clear()  # modes without ranks
+    bug(script)
+
+
+def main():
+    """Returns the script's exit status; 2 where there is no such script or bug."""
+    speaks = "LOCAL_RANK" not in os.environ or os.environ["RANK"] == "0"
+    script, bug = (sys.argv[1:3] + ["", ""])[:2]
+    path, scripts = Path(script), ", ".join(f"{name}.py" for name in BUGS)
+    bugs = BUGS.get(path.stem, {})
+    if script == "--list" or (bugs and bug == "--list"):
+        for name in BUGS if script == "--list" else [path.stem]:
+            lines = (f"  {bug}\n      {wrong.__doc__}" for bug, wrong in BUGS[name].items())
+            if speaks:
+                print(f"{name}.py", *lines, sep="\n")
+        return 0
+    if path.is_file() and bug in bugs:
+        sys.argv = [script, *sys.argv[3:]]
+        module = load(path)
+        plant(bug, module)
+        return module.main()
+    problem = f"no script {script or 'given'}: a path to {scripts} would do; --list names the bugs"
+    if path.is_file() and bugs:
+        problem = f"no bug {bug or 'given'} of {path.name}: {', '.join(bugs)} would do"
+    if speaks:
+        print(f"error: {problem}", file=sys.stderr)
+    else:
+        time.sleep(30)  # torchrun ends all ranks as soon as one goes: let rank 0 speak first
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(record(main)())

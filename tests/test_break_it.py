@@ -1,0 +1,149 @@
+"""labs/break_it.py: every bug of every script is caught, or refused where it would be none."""
+
+import re
+
+import pytest
+from conftest import ROOT, python, torchrun
+from test_strategies import shape
+
+CULPRIT = {  # what each bug breaks first: shards, logits, loss, then gradients, from the last layer
+    "tp.py": {
+        "missing_backward_all_reduce": "model.norm.weight",
+        "missing_forward_reduction": "logits",
+        "all_reduce_both_ways": "model.layers.7.post_attention_layernorm.weight",
+        "wrong_shard": "model.layers.0.self_attn.o_proj.weight",
+        "unmasked_embedding": "logits",
+        "local_softmax": "loss",
+        "loss_by_local_count": "loss",
+        "no_op_parallelize": "model.embed_tokens.weight",
+    },
+    "sp_megatron.py": {
+        "missing_backward_reduction": "model.norm.weight",
+        "missing_forward_reduction": "logits",
+        "wrong_shard": "model.layers.0.self_attn.o_proj.weight",
+        "local_softmax": "loss",
+        "unsummed_norm_gradient": "model.norm.weight",
+        "local_position_ids": "logits",
+        "shift_after_split": "loss",
+        "loss_by_local_count": "loss",
+        "no_op_parallelize": "model.embed_tokens.weight",
+    },
+    "sp_ulysses.py": {
+        "missing_gradient_sum": "model.norm.weight",
+        "local_position_ids": "logits",
+        "shift_after_split": "loss",
+        "no_op_ulysses": "logits",
+        "wrong_head_order": "logits",
+        "loss_by_local_count": "loss",
+        "no_op_parallelize": "logits",  # all of them on every rank; its weights are anyway
+    },
+    "pp.py": {  # on 2 ranks of 4 layers
+        "unscaled_loss": "loss",
+        "mean_of_means": "loss",
+        "overwritten_gradients": "model.norm.weight",
+        "untied_gradient": "model.embed_tokens.weight",
+        "dropped_boundary_gradient": "model.layers.3.post_attention_layernorm.weight",
+        "wrong_layers": "model.layers.0.self_attn.q_proj.weight",
+        "swapped_labels": "loss",
+        "no_op_parallelize": "model.embed_tokens.weight",
+    },
+}
+EVERY = [(script, bug) for script, bugs in CULPRIT.items() for bug in bugs]
+TP, PP = list(CULPRIT["tp.py"]), list(CULPRIT["pp.py"])
+ENGINE = ["overwritten_gradients", "dropped_boundary_gradient", "swapped_labels"]
+CAUGHT_TOO = [
+    *(["tp.py", bug, "--dtensor"] for bug in TP[6:]),
+    *(["pp.py", bug, "--torch"] for bug in PP if bug not in ENGINE),
+    ["pp.py", "mean_of_means", "--batch", "6", "--microbatches", "6"],
+    ["pp.py", "swapped_labels", "--batch", "2", "--microbatches", "1"],
+    *([script, bug, "--length", "2"] for script, bug in EVERY if bug == "loss_by_local_count"),
+    *([script, bug, "--length", "3"] for script, bug in EVERY if bug == "shift_after_split"),
+    ["pp.py", "no_op_parallelize", "--mode", "all", "--bench-iters", "1"],
+]
+SAME = ["mean_of_means", "--batch", "6", "--microbatches", "2"]
+NONE = [  # and what is said of it
+    *((["tp.py", bug, "--dtensor"], "is a bug of our own code") for bug in TP[:6]),
+    *((["pp.py", bug, "--torch"], "is a bug of our own engine") for bug in ENGINE),
+    *((["pp.py", bug, "--microbatches", "1"], "needs 2 micro") for bug in PP[:3]),
+    (["pp.py", *SAME], "is none where all 2 microbatches have as many targets; --batch 6 --micro"),
+    (["pp.py", "swapped_labels", "--batch", "1"], "needs 2 sequences"),
+    (["pp.py", "untied_gradient", "--model", shape("kv1")], "is none where embeddings are not"),
+]
+
+
+def broken(script, bug, *options):
+    return ["labs/break_it.py", script, bug, "--length", "64", *options]
+
+
+def commands():
+    """All that is run on 2 ranks, in one go."""
+    rows = [broken(*row) for row in EVERY] + [broken(*row) for row in CAUGHT_TOO]
+    return rows + [broken(*row) for row, _ in NONE]
+
+
+def is_caught(outcome, script, bug, culprit):
+    assert outcome["exit"] == 1, outcome["output"]
+    assert f"with the bug {bug}:" in outcome["output"]
+    assert outcome["output"].strip().splitlines()[-1].endswith(f"the first: {culprit}")
+    assert (outcome["json"]["script"], outcome["json"]["bug"]) == (script, bug)
+    assert not outcome["json"]["correctness"]["passed"]
+
+
+@pytest.mark.parametrize("script,bug", EVERY)
+def test_every_bug_is_caught_and_its_culprit_named(outcomes, script, bug):
+    is_caught(outcomes(2, commands(), broken(script, bug)), script, bug, CULPRIT[script][bug])
+
+
+@pytest.mark.parametrize("row", CAUGHT_TOO)
+def test_a_bug_is_caught_in_other_settings(outcomes, row):
+    outcome = outcomes(2, commands(), broken(*row))
+    assert outcome["exit"] == 1 and "FAIL correctness" in outcome["output"], outcome["output"]
+
+
+@pytest.mark.parametrize("row,reason", NONE)
+def test_a_bug_that_would_change_nothing_is_refused(outcomes, row, reason):
+    outcome = outcomes(2, commands(), broken(*row))
+    assert outcome["exit"] == 2 and f"error: {row[1]} {reason}" in outcome["output"]
+    assert "with the bug" not in outcome["output"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_every_bug_is_caught_on_more_ranks_and_under_other_schedules(outcomes, ranks):
+    rows = [broken(*row) for row in EVERY if row[0] != "pp.py"]
+    rows += [broken("pp.py", bug, "--schedule", s) for s in ("zb", "interleaved") for bug in PP]
+    for row in rows:
+        stages = ranks * (2 if "interleaved" in row else 1)
+        last = f"layers.{-(-8 // stages) - 1}."  # the first stage's last of 8
+        culprit = CULPRIT[row[1]][row[2]].replace("layers.3.", last)
+        is_caught(outcomes(ranks, rows, row), *row[1:3], culprit)
+
+
+def test_the_list_is_of_the_bugs_tested():
+    lines = python("labs/break_it.py", "--list").stdout.splitlines()
+    scripts = [line for line in lines if line in CULPRIT]
+    bugs = [line.strip() for line in lines if re.fullmatch(r"  \w+", line)]
+    assert scripts == list(CULPRIT) and bugs == [bug for _, bug in EVERY]
+    assert sum(re.fullmatch(r" {6}\S.*\.", line) is not None for line in lines) == len(EVERY)
+
+
+TELLS = [
+    ([], "no script given: a path to tp.py, sp_megatron.py, sp_ulysses.py, pp.py would do"),
+    (["oom_search.py", "wrong_shard"], "no script oom_search.py: a path to tp.py"),
+    (["tp.py"], "no bug given of tp.py: missing_backward_all_reduce, "),
+    (["tp.py", "untied_gradient"], "no bug untied_gradient of tp.py: missing_backward_"),
+    (["tp.py", "wrong_shard"], "wrong_shard needs 2 ranks: start it with torchrun"),
+    (["pp.py", "wrong_layers", "--mode", "schedule"], "argument --mode: invalid choice"),
+]
+
+
+@pytest.mark.parametrize("words,message", TELLS)
+def test_what_cannot_run_is_told_in_one_line(words, message):
+    run = python("labs/break_it.py", *words)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.startswith(f"error: {message}") and run.stderr.count("\n") == 1, run.stderr
+
+
+def test_it_runs_from_any_folder():
+    run = torchrun(2, "break_it.py", "../tp.py", "wrong_shard", "--length", "8", cwd=ROOT / "labs")
+    assert run.returncode == 1 and run.stdout.count("with the bug wrong_shard:") == 1, run.stderr
