@@ -515,6 +515,8 @@ def readable(name):
     """Whatever is wrong with a model: transformers' own message, in one line."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except Exception as problem:  # of many kinds
         raise Unusable(f"cannot read the model {name}: {' '.join(str(problem).split())}") from None
 
@@ -524,15 +526,14 @@ def load_model(args):
     torch.manual_seed(args.seed)
     auto = transformers.AutoModelForCausalLM
     how = {"dtype": args.torch_dtype, "attn_implementation": args.attention}
-    if args.source is None:
-        with args.device:
-            model = auto.from_config(args.config, **how).train()
-        rows, pad = model.model.embed_tokens.weight.data, args.config.pad_token_id
-        if pad is not None:  # of HF's zeros a norm makes gradients that would drown all others
-            rows[pad].normal_(std=args.config.initializer_range)
-        return model
-    with readable(args.model):
-        model = auto.from_pretrained(**args.source, **how, use_safetensors=True)
+    with readable(args.model), args.device if args.source is None else nullcontext():
+        if args.source is None:
+            model = auto.from_config(args.config, **how)
+        else:
+            model = auto.from_pretrained(**args.source, **how, use_safetensors=True)
+    rows, pad = model.model.embed_tokens.weight.data, args.config.pad_token_id
+    if args.source is None and pad is not None:  # HF's zeros: a norm's gradient of them is huge
+        rows[pad].normal_(std=args.config.initializer_range)
     return model.to(args.device).train()
 
 
@@ -631,7 +632,7 @@ def observe(model, batch, args, group=None):
         see("grad", "inputs_embeds", inputs, inputs)
     norm = grad_norm(model, group)
     see("grad_norm", "grad_norm", norm)
-    lr = 0.05 * loss.item() / norm.item() ** 2  # lowers the loss by 5%, were it a straight line
+    lr = 0.05 * loss.item() / (norm.item() ** 2 or 1.0)  # a straight line would fall by 5%
     sgd(model, lr)
     step()
     sgd(model, lr)
@@ -708,8 +709,8 @@ def check_correctness(args, group):
     gc.collect()
     others = weight_bytes()
     model = make_parallel(copy.deepcopy(reference), group, args)
-    held = weight_bytes() - others
     shards = sum(p.nbytes for p in model.parameters() if type(p) is nn.Parameter)
+    memory = gather((weight_bytes() - others, shards), group)
     finer = {"bfloat16": "float32"}.get(args.dtype, "float64")
     rounded = observe(copy.deepcopy(reference), batch, args)
     with float64_islands(finer):
@@ -717,7 +718,7 @@ def check_correctness(args, group):
     seen = observe(model, batch, args, group)
     tensors, ratio = judge(gather(compare(seen, expected, rounded), group), args.dtype)
     wrong = []
-    for rank, (held, shards) in enumerate(gather((held, shards), group)):
+    for rank, (held, shards) in enumerate(memory):
         if held != shards:
             wrong.append(f"rank {rank} holds weights of {held} bytes, its shards are {shards}")
     wrong += [entry["name"] for entry in tensors if not entry["passed"]]
@@ -731,7 +732,8 @@ def check_correctness(args, group):
         rows.append({"": name, "one device": f"{a:.8g}", "parallel": f"{b:.8g}"})
     table(rows)
     worst = sorted(tensors, key=lambda x: -x["relative_error"] / max(x["limit"], 1e-99))
-    table([entry for entry in tensors if not entry["passed"]][:8] or worst[:8])
+    shown = [entry for entry in tensors if not entry["passed"]] or worst
+    table([{k: v for k, v in entry.items() if k != "passed"} for entry in shown[:8]])
     say("  owned: how often a tensor exists over all ranks, replicas counted once; 1 is right")
     close = f"{ratio:.2f} x one device's error from {finer} (at most {ALL})"
     if args.dtype == "float64":
@@ -751,7 +753,7 @@ def check_learning(args, group):
     alone, losses, lr = [], [], None
     for _ in tqdm(range(LEARNING_STEPS), "learning", disable=None if SPEAKS else True):
         losses.append(train_step(model, ids, ids, group, args).item())
-        lr = lr or 0.1 * losses[0] / grad_norm(model, group).item() ** 2
+        lr = lr or 0.1 * losses[0] / (grad_norm(model, group).item() ** 2 or 1.0)
         sgd(model, lr)
         if group.rank() == 0:
             alone.append(reference_step(reference, ids, ids).item())

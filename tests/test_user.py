@@ -101,10 +101,10 @@ def running(script, *options):
     how = {"cwd": ROOT, "env": ENVIRONMENT, "text": True, "start_new_session": True}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     job = subprocess.Popen([*launch, *options], **how, **pipes)
-    ranks = {}
-    while len(ranks) < 2 and job.poll() is None:
-        time.sleep(0.5)
-        ranks = {rank_of(pid): pid for pid in children(job.pid) if running_for(pid) > 12}
+    while not job.stdout.readline().strip():  # rank 0 has begun
+        assert job.poll() is None
+    time.sleep(3)
+    ranks = {rank_of(pid): pid for pid in children(job.pid)}
     return job, ranks["0"], ranks["1"]
 
 
@@ -127,7 +127,7 @@ def test_ctrl_c_ends_a_run_with_one_line(script):
     said, errors = job.communicate(timeout=60)
     assert time.time() - begin < 10
     assert said.splitlines().count("stopped") == 1
-    assert "learning.py" not in errors and f'{script}", line' not in errors, errors
+    assert not re.search(rf'File ".*{script}", line', errors), errors
     assert not any(os.path.exists(f"/proc/{pid}") for pid in ranks)
 
 
@@ -143,16 +143,6 @@ def rank_of(pid):
     """RANK in the environment of a process."""
     with open(f"/proc/{pid}/environ") as file:
         return dict(pair.partition("=")[::2] for pair in file.read().split("\0")).get("RANK")
-
-
-def running_for(pid):
-    """Seconds since a process started: by 8 s it has loaded torch and works."""
-    return float(
-        subprocess.run(
-            ["ps", "-o", "etimes=", "-p", str(pid)], capture_output=True, text=True
-        ).stdout
-        or 0
-    )
 
 
 def test_copies_have_not_drifted():
