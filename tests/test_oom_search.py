@@ -1,4 +1,4 @@
-"""oom_search.py: predictions of the real scripts, and the search against memory walls, kills and crashes."""
+"""oom_search.py: predictions of the real scripts; the search against walls, kills and crashes."""
 
 import json
 import os
@@ -11,12 +11,14 @@ import time
 from functools import partial
 
 import pytest
+import torch
 from conftest import ENVIRONMENT, ROOT, python
 
 sys.path.insert(0, str(ROOT))
 import oom_search  # noqa: E402
 
-# A strategy script with a memory wall in place of a model: PLAN says what a token takes and what goes wrong.
+# A strategy script with a memory wall in place of a model: PLAN says what a token takes, and what
+# goes wrong.
 FAKE = """
 import contextlib, json, os, time
 from pathlib import Path
@@ -45,9 +47,14 @@ def start(args):
     return SimpleNamespace(size=lambda: int(os.environ["WORLD_SIZE"]))
 
 float64_islands = lambda dtype: contextlib.nullcontext()
-load_model = lambda args: torch.nn.Linear(1, 1, device=args.device)
 make_parallel = lambda model, group, args: model
-proof_batch = lambda args: (None, None)
+proof_batch = lambda args, group: (None, None)
+
+def load_model(args):
+    if PLAN.get("oom_loading"):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")
+    torch.empty(PLAN.get("loading_mib", 0), 2**20, dtype=torch.uint8, device=args.device)
+    return torch.nn.Linear(1, 1, device=args.device)
 
 def train_step(model, ids, labels, group, args):
     if args.length > PLAN.get("crash_above", 1e9):
@@ -56,7 +63,8 @@ def train_step(model, ids, labels, group, args):
     if args.length > PLAN.get("oom_above", [1e9] * 8)[RANK]:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
     time.sleep(PLAN.get("sleep", 0))
-    torch.empty(args.length * PLAN.get("mib", [1] * 8)[RANK], 2**20, dtype=torch.uint8, device=args.device)
+    mib = args.length * PLAN.get("mib", [1] * 8)[RANK]
+    torch.empty(mib, 2**20, dtype=torch.uint8, device=args.device)
 """
 MACHINE = """
 import json, sys, oom_search as o
@@ -89,8 +97,8 @@ def command(*searches):
 def run(folder, *searches):
     """Run them; returns the CompletedProcess and the --json of each."""
     (folder / "outs.json").unlink(missing_ok=True)
-    how = {"cwd": folder, "env": ENVIRONMENT, "capture_output": True, "text": True, "timeout": 120}
-    done = subprocess.run(command(*searches), **how)
+    how = {"cwd": folder, "env": ENVIRONMENT, "capture_output": True, "text": True}
+    done = subprocess.run(command(*searches), **how, timeout=300)
     assert "Traceback" not in done.stderr, done.stderr
     return done, [json.loads(line) for line in (folder / "outs.json").read_text().splitlines()]
 
@@ -106,7 +114,7 @@ def lengths(folder, script="tp.py"):
 
 
 def alive(folder, name="tp"):
-    """Processes of probes that are still there; one that has ended may wait to be reaped by init."""
+    """Processes of probes that are still there; one that has ended may wait to be reaped."""
     pids = [int(pid) for pid in (folder / f"{name}.pids").read_text().split()]
     states = [f"/proc/{pid}/stat" for pid in pids if os.path.exists(f"/proc/{pid}")]
     return [path for path in states if open(path).read().rsplit(")", 1)[1].split()[0] != "Z"]
@@ -116,7 +124,7 @@ def alive(folder, name="tp"):
 
 
 def climb(wall, memory, first=192, second=None, seen=True):
-    """Run search() where lengths up to wall fit; memory(k) is what one takes. Returns (answer, tries)."""
+    """Run search() where lengths up to wall fit, and k takes memory(k): (answer, tries)."""
     walk, tries = oom_search.search(memory(wall), first, second), []
     k = next(walk)
     try:
@@ -137,7 +145,9 @@ STAIRS = lambda k: 1000 + k // 64 * 7000 + k % 64  # noqa: E731
 def test_search_finds_any_wall(wall, memory, seen):
     answer, tries = climb(wall, memory, seen=seen)
     assert answer == wall
-    assert set(tries) >= {wall + 1} | ({wall} if wall else set()), "both sides of the answer were tried"
+    assert set(tries) >= {wall + 1} | ({wall} if wall else set()), (
+        "both sides of the answer were tried"
+    )
     assert len(tries) == len(set(tries)), "nothing was tried twice"
     assert len(tries) <= 40
     if memory is LINE and seen and wall > 9:
@@ -161,26 +171,27 @@ def test_table_ranks_that_differ_and_what_the_journal_saves(folder):
     assert done.stdout.count("exit 0") == 2
     found = {(r["strategy"], r["nproc"]): r for r in out["results"]}
     assert out["memory_bytes"] == 5 * 2**30
-    for cell in [
-        ("tp", 1),
-        ("tp", 2),
-        ("tp", 4),
-        ("sp_megatron", 1),
-        ("sp_megatron", 4),
-        ("pp", 1),
-        ("pp", 2),
-    ]:
+    whole = [("tp", 1), ("tp", 2), ("tp", 4), ("sp_megatron", 1), ("sp_megatron", 4), ("pp", 1)]
+    for cell in [*whole, ("pp", 2)]:
         row = found[cell]  # 5120 tokens leave no room for the weight, of one number
         assert (row["longest"], row["too_long"], row["how"]) == (5104, 5120, "predicted"), cell
     assert found["pp", 4]["longest"] == 2544, "the last stage needs twice as much, and decides"
     assert found["pp", 4]["ranks"] == [0, 2, 3] and len(found["pp", 4]["peak_memory_bytes"]) == 3
     assert found["sp_megatron", 2]["longest"] is None
-    assert "these rank counts would do: 1" in found["sp_megatron", 2]["error"] and "unusable" in done.stdout
+    assert "these rank counts would do: 1" in found["sp_megatron", 2]["error"]
+    assert "unusable" in done.stdout
+    assert re.search(r"strategy +1 rank +2 ranks +4 ranks\n", done.stdout)
     assert re.search(r"tp +5,104 +5,104 x1.00", done.stdout)
-    assert re.search(r"tp on 1: 5,104 fits, 5,120 does not \| \d+ probes, about .* left", done.stderr)
+    assert re.search(
+        r"tp on 1 rank: 5,104 fits, 5,120 does not \| \d+ probes, about .* left", done.stderr
+    )
     for row in found.values():
         if row["longest"]:
-            assert sum(row["breakdown"].values()) == max(row["peak_memory_bytes"]) <= out["memory_bytes"]
+            assert (
+                sum(row["breakdown"].values())
+                == max(row["peak_memory_bytes"])
+                <= out["memory_bytes"]
+            )
 
     first = len(journal(folder))
     asked_again = 2  # sp on 2 ranks, in both searches: what is refused is no result
@@ -198,7 +209,8 @@ def test_table_ranks_that_differ_and_what_the_journal_saves(folder):
 
 def test_an_error_is_not_out_of_memory(folder):
     fake(folder, tp={"crash_above": 3000}, sp_megatron={}, sp_ulysses={"sleep": 60})
-    crash = ["--memory-gib", "5", "--strategy", "tp", "sp", "--jobs", "1", "--lo", "1024", "--hi", "4096"]
+    crash = ["--memory-gib", "5", "--strategy", "tp", "sp", "--jobs", "1"]
+    crash += ["--lo", "1024", "--hi", "4096"]
     late = ["--strategy", "ulysses", "--nproc", "1", "--timeout", "1.5"]
     done, (out, timeout) = run(folder, (0, crash), (0, late))
     assert done.stdout.count("exit 1") == 2
@@ -208,7 +220,7 @@ def test_an_error_is_not_out_of_memory(folder):
     assert "ValueError: not a matter of memory" in done.stdout
     assert two["verdict"] == "not tried" and sp["longest"] == 5104, "it stops its own strategy only"
     assert lengths(folder) == [1024], "what had an error is tried again the next time"
-    assert "FAIL oom_search: tp on 1: its process ended without a result" in done.stdout
+    assert "FAIL oom_search: tp on 1 rank: its process ended without a result" in done.stdout
 
     assert "no result after 1.5 s" in timeout["results"][0]["error"], "a timeout is an error, too"
     assert not lengths(folder, "sp_ulysses.py") and not alive(folder, "sp_ulysses")
@@ -241,11 +253,11 @@ def test_killed_and_resumed(folder):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted(folder, number):
     fake(folder, tp={"sleep": 60})
-    job = subprocess.Popen(
-        command((0, ["--strategy", "tp"])), cwd=folder, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True,
-        preexec_fn=partial(signal.signal, number, signal.SIG_DFL),  # a shell's background job ignores SIGINT
-    )  # fmt: skip
-    wait_for(lambda: (folder / "tp.pids").exists() and len((folder / "tp.pids").read_text().split()) == 2)
+    how = {"cwd": folder, "env": ENVIRONMENT, "stderr": subprocess.PIPE, "text": True}
+    how["preexec_fn"] = partial(signal.signal, number, signal.SIG_DFL)  # a background job has none
+    job = subprocess.Popen(command((0, ["--strategy", "tp"])), **how)
+    pids = folder / "tp.pids"
+    wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 2)
     job.send_signal(number)
     _, said = job.communicate(timeout=10)
     assert "the same command goes on from here" in said
@@ -254,7 +266,7 @@ def test_interrupted(folder, number):
 
 @pytest.mark.slow
 def test_on_gpus_every_rank_must_fit(folder):
-    """Two ranks of one job, which meet over gloo here: rank 1 runs out of memory, and rank 0 waits."""
+    """Two ranks of one job, which meet over gloo: rank 1 runs out of memory, and rank 0 waits."""
     fake(folder, tp={"oom_above": [900, 500]})
     options = ["--strategy", "tp", "--memory-gib", "8"]
     measured = [*options, "--nproc", "2", "--lo", "496", "--hi", "512"]
@@ -269,42 +281,167 @@ def test_on_gpus_every_rank_must_fit(folder):
     assert not alive(folder)
 
 
+def test_the_peak_is_the_steps_not_that_of_loading(folder):
+    """Loading takes 6 GiB where there are 5: a prediction says so, on a GPU nothing can run."""
+    fake(folder, tp={"loading_mib": 6000}, sp_megatron={"oom_loading": True})
+    options = ["--memory-gib", "5", "--nproc", "1", "--strategy"]
+    done, (predicted, real) = run(folder, (0, [*options, "tp"]), (1, [*options, "sp"]))
+    row = predicted["results"][0]
+    assert row["longest"] == 5104, done.stdout
+    assert sum(row["breakdown"].values()) == row["peak_memory_bytes"][0] <= 5 * 2**30
+    assert row["loading_peak_bytes"] == 6000 * 2**20
+    assert "tp on 1 rank: loading, the whole model at once, takes more than there is" in done.stdout
+    row = real["results"][0]
+    assert (row["longest"], row["how"]) == (0, "measured")
+    assert "sp_megatron on 1 rank: out of memory while loading the model, before any" in done.stdout
+    assert len(lengths(folder, "sp_megatron.py")) == 1, "a shorter sequence would not help"
+
+
+# Attention: the kernel that a GPU would run
+
+
+def kernel(monkeypatch, dtype, heads, kv_heads, d, capability, version="2.13.0+cu130"):
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+    query, key = (torch.empty(1, n, 4, d, dtype=dtype, device="meta") for n in (heads, kv_heads))
+    return oom_search.attention_kernel(query, key, capability)
+
+
+HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
+KERNELS = [
+    ((HALF, 8, 2, 64, 8.0), "flash", "compute capability 8.0"),
+    ((HALF, 8, 8, 64, 9.0), "flash", "cuDNN"),
+    ((HALF, 8, 8, 64, 7.5), "math", "none other knows bfloat16 on compute capability 7.5"),
+    ((SINGLE, 8, 8, 64, 8.0), "memory-efficient", "no float32"),
+    ((SINGLE, 8, 8, 66, 8.0), "math", "no heads of 66"),
+    ((SINGLE, 8, 8, 66, 7.5), "memory-efficient", "no float32"),
+    ((SINGLE, 8, 2, 64, 9.0), "math", "no GQA before PyTorch 2.14"),
+    ((SINGLE, 8, 2, 64, 9.0, "2.14.0"), "memory-efficient", "no float32"),
+    ((DOUBLE, 8, 8, 64, 9.0, "2.14.0"), "math", "none other knows float64"),
+]
+
+
+@pytest.mark.parametrize("case,name,why", KERNELS)
+def test_the_kernel_is_that_of_a_gpu(monkeypatch, case, name, why):
+    found = kernel(monkeypatch, *case)
+    assert found[0] == name and why in found[1]
+
+
+def test_no_prediction_for_a_kernel_that_is_not_known(monkeypatch):
+    with pytest.raises(oom_search.Unusable, match="heads of 288; up to 256 would do"):
+        kernel(monkeypatch, HALF, 8, 8, 288, 8.0)
+
+
+def test_what_kernels_take_for_themselves():
+    """By hand, from PyTorch's sources: b = 2, 4 heads, 100 tokens, d = 80."""
+    query, fewer = (torch.empty(2, n, 100, 80, device="meta") for n in (4, 1))
+    tiles = 2 * 2 * (16 + 4 * 64 * 64)  # of 64 tokens x 64 numbers, with a lock and a counter
+    assert oom_search.efficient_scratch(None, query, query) == 2 * 4 * (4 * 100 + tiles)
+    assert oom_search.efficient_scratch(None, query, fewer) == 2 * 4 * (400 + tiles + 2 * 100 * 320)
+    assert oom_search.flash_scratch(None, query, query) == 2 * 4 * 4 * 128 * (96 + 1)
+
+
+def model_directory(folder, **sizes):
+    """A config.json of four heads of 32."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2} | sizes
+    sizes |= {"num_attention_heads": 4, "head_dim": 32, "vocab_size": 512, "model_type": "llama"}
+    (folder / "config.json").write_text(json.dumps(sizes | {"tie_word_embeddings": True}))
+    return folder
+
+
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_float32_makes_the_matrix_only_where_a_gpu_would(tmp_path, kv_heads):
+    """1 GiB holds four matrices of 4 heads up to 4,096 tokens; without them there is more room."""
+    model = model_directory(tmp_path, num_key_value_heads=kv_heads)
+    options = ["--strategy", "tp", "--nproc", "1", "--dtype", "float32", "--memory-gib", "1"]
+    options += ["--journal", tmp_path / "journal", "--json", tmp_path / "out.json"]
+    done = python("oom_search.py", *options, "--model", model)
+    assert done.returncode == 0, done.stdout + done.stderr
+    row = json.loads((tmp_path / "out.json").read_text())["results"][0]
+    said = re.search(r"^attention: (.*)", done.stdout, re.M)[1]
+    assert said == row["attention"]
+    if kv_heads == 4 or torch.__version__ >= (2, 14):
+        assert said == "memory-efficient (flash knows no float32)" and row["longest"] > 100_000
+    else:
+        assert said.startswith("math, which makes the s x s matrix (flash knows no float32, memory")
+        assert 3000 < row["longest"] <= 4096
+
+
+def test_a_gpu_without_flash_attention_makes_the_matrix(tmp_path):
+    options = [
+        "--strategy",
+        "tp",
+        "--nproc",
+        "1",
+        "--model",
+        "tiny",
+        "--gpu",
+        "t4",
+        "--step",
+        "4096",
+    ]
+    done = python("oom_search.py", *options, "--journal", tmp_path / "journal")
+    why = "none other knows bfloat16 on compute capability 7.5"
+    assert f"attention: math, which makes the s x s matrix ({why})" in done.stdout
+
+
 # The real scripts
 
 
 PAIR = """
-import json, sys, torch.distributed as dist, oom_search as o
-common = ["--model", "tiny", "--dtype", "float32", "--attn", "eager", "--batch", "2", "--length", "512"]
+import importlib, json, sys, torch.distributed as dist, oom_search as o
+o.BLOCK = 1  # a CPU's allocator knows no blocks
+o.SCRATCH.clear()  # nor do its kernels take what a GPU's do
+common = ["--model", "tiny", "--dtype", "float32", "--attn", "eager", "--batch", "2"]
 common += ["--mode", "benchmark", "--backend", "fake"]
 for name in ("tp.py", "sp_megatron.py", "sp_ulysses.py"):
-    o.load_script(o.HERE / name).main([*common, "--bench-iters", "1", "--json", sys.argv[1]])
-    real = json.load(open(sys.argv[1]))["benchmark"]["peak_memory_bytes"][0]
-    case = {"how": "predicted", "script": name, "flash": True, "argv": common}
-    print("PAIR", json.dumps([name, real, o.run_step(case)]))
-    dist.destroy_process_group()
+    for length in ("512", "4"):
+        argv = [*common, "--length", length]
+        script = importlib.import_module(name[:-3])
+        script.main([*argv, "--bench-iters", "1", "--json", sys.argv[1]])
+        real = json.load(open(sys.argv[1]))["benchmark"]["peak_memory_bytes"][0]
+        case = {"how": "predicted", "script": name, "capability": 8.0, "argv": argv}
+        print("PAIR", json.dumps([name, length, real, o.run_step(case)]))
+        dist.destroy_process_group()
+        del sys.modules[name[:-3]]  # what a prediction changes in it is not for a run
 """
 
 
 def test_prediction_is_what_a_run_takes(tmp_path):
-    """Each script's predicted peak against the live tensors of its own benchmark mode on a CPU."""
-    done = python("-c", PAIR, tmp_path / "real.json", env={"RANK": "1", "WORLD_SIZE": "2"})
-    pairs = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("PAIR")]
-    assert len(pairs) == 3, done.stderr
-    for name, real, predicted in pairs:
-        assert abs(predicted["peak"] / real - 1) < 0.01, (name, predicted, real)
+    """Each script's predicted peak against the live tensors of its own benchmark mode on a CPU.
+
+    On 4 ranks, with 4 tokens, loading the model takes more than the step: it must not count.
+    """
+    done = python("-c", PAIR, tmp_path / "real.json", env={"RANK": "1", "WORLD_SIZE": "4"})
+    pairs = [json.loads(x[5:]) for x in done.stdout.splitlines() if x.startswith("PAIR")]
+    assert len(pairs) == 6, done.stderr
+    for name, length, real, predicted in pairs:
+        assert abs(predicted["peak"] / real - 1) < 0.01, (name, length, predicted, real)
         assert sum(predicted["breakdown"].values()) == predicted["peak"]
+        if (name, length) == ("tp.py", "4"):
+            assert predicted["loading_peak"] > predicted["peak"]
 
 
 def test_full_logits_cost_what_they_weigh(tmp_path):
     """llama-3.2-1b: SP doubles; full logits are most of the memory."""
-    options = ["--strategy", "sp", "--memory-gib", "8", "--journal", tmp_path / "journal", "--step", "1024"]
+    options = [
+        "--strategy",
+        "sp",
+        "--memory-gib",
+        "8",
+        "--journal",
+        tmp_path / "journal",
+        "--step",
+        "1024",
+    ]
     options += ["--json", tmp_path / "out.json", "--plot", tmp_path / "out.png", "--loss", "full"]
     done = python("oom_search.py", *options)
     assert done.returncode == 0, done.stdout + done.stderr
     out = json.loads((tmp_path / "out.json").read_text())
     one, two = out["results"]
     assert two["longest"] >= 1.8 * one["longest"]
-    assert one["breakdown"]["logits"] >= 10 * one["longest"] * 128256, "bfloat16 once, and float32 twice"
+    assert one["breakdown"]["logits"] >= 10 * one["longest"] * 128256, (
+        "bfloat16 once, and float32 twice"
+    )
     assert one["peak_memory_bytes"][0] <= out["memory_bytes"]
     assert (tmp_path / "out.png").stat().st_size > 10000
     assert done.stdout.strip().splitlines()[-1].startswith("PASS oom_search: 2 of 2 limits found")

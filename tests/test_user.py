@@ -12,8 +12,11 @@ from conftest import ENVIRONMENT, ROOT, STRATEGIES, python, torchrun
 from copies import drift, split_tail
 from transformers import GPT2Config
 
-DIFF = 300  # lines of `diff tp.py sp_megatron.py`
-BUDGETS = {}
+DIFF = 335  # lines of `diff tp.py sp_megatron.py`
+BUDGETS = {  # lines; nobody adds without taking something away
+    "tp.py": 1180, "sp_megatron.py": 1190, "sp_ulysses.py": 1100, "pp.py": 1440,
+    "oom_search.py": 900, "sp_layout_sim.py": 885, "labs/break_it.py": 400,
+}  # fmt: skip
 PRESETS = "tiny, smollm2-135m, llama-3.2-1b, llama-3.2-3b, llama-3.1-8b"
 
 
@@ -185,4 +188,4 @@ def test_a_diff_of_the_scripts_is_about_sequence_parallelism():
 
 @pytest.mark.parametrize("name,most", BUDGETS.items())
 def test_a_file_is_read_in_one_sitting(name, most):
-    assert len((ROOT / name).read_text().splitlines()) <= most, "who adds takes something away"
+    assert len((ROOT / name).read_text().splitlines()) <= most
