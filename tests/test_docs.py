@@ -1,26 +1,28 @@
-"""README.md and labs/README.md: what they name exists, and their commands are ones that the scripts take."""
+"""The documents: what they name exists, their commands do what they say, they stay small."""
 
 import os
 import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from conftest import ENVIRONMENT, ROOT
 
-DOCS = [ROOT / "README.md", ROOT / "labs" / "README.md"]
+DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "labs" / "README.md"]
+EACH_DOC = pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
 STARTS = ("torchrun", "python", "python3", "make", "diff")
-SCRIPT = re.compile(r"(?:labs/|tests/)?\w+\.py")
+SCRIPT = re.compile(r"(?:labs/|tests/|results/)?\w+\.py")
+BREAKS = re.compile(r"labs/break_it\.py (\w+\.py) (\w+)")
 
 
 def scripts(path):
-    """What a reader may paste: each code block's command lines, and each command between backquotes."""
+    """What a reader may paste: each code block's commands, and each command between backquotes."""
     text = path.read_text()
     blocks = [block.splitlines() for block in re.findall(r"^```\n(.*?)^```", text, re.M | re.S)]
     inline = re.findall(r"`([^`\n]+)`", re.sub(r"^```\n.*?^```", "", text, flags=re.M | re.S))
-    found = [[line for line in block if words(line)] for block in [*blocks, *([line] for line in inline)]]
+    blocks += [[line] for line in inline]
+    found = [[line for line in block if words(line)] for block in blocks]
     return [block for block in found if block]
 
 
@@ -36,10 +38,6 @@ SCRIPTS = [tuple(lines) for path in DOCS for lines in scripts(path)]
 ALL = {" ".join(words(line)): words(line) for lines in SCRIPTS for line in lines}
 
 
-def script_of(command):
-    return next((w for w in command if SCRIPT.fullmatch(w) and (ROOT / w).exists()), None)
-
-
 def test_there_are_commands():
     assert len(ALL) > 30
     assert "make demo" in ALL and "python labs/grade.py start lab1" in ALL
@@ -49,93 +47,131 @@ def test_there_are_commands():
 def test_what_a_command_names_exists(line):
     command = ALL[line]
     if command[0] == "make":
-        assert re.search(rf"^{command[1]}:", (ROOT / "Makefile").read_text(), re.M)
+        targets = re.findall(r"^([a-z -]+):", (ROOT / "Makefile").read_text(), re.M)
+        assert command[1] in " ".join(targets).split()
         return
-    for word in command[1:]:
-        if SCRIPT.fullmatch(word) and word != "SCRIPT.py" and "my_labs" not in line:
-            assert (ROOT / word).exists(), word
-    script = script_of(command)
-    if script is None:
-        assert {"SCRIPT.py", "-m"} & set(command) or command[0] in ("diff", "python3"), line
-        return
-    source = (ROOT / script).read_text()
-    for option in re.findall(r"--[a-z][a-z-]*", " ".join(command[command.index(script) :])):
-        assert f'"{option}"' in source, f"{script} has no {option}"
+    named = [w for w in command[1:] if SCRIPT.fullmatch(w) and w != "SCRIPT.py"]
+    assert named or "-m" in command, line
+    source = "".join((ROOT / name).read_text() for name in named)
+    launched = command[command.index(named[0]) :] if named else []
+    for option in re.findall(r"--[a-z][a-z-]*", " ".join(launched)):
+        assert f'"{option}"' in source, f"{named} have no {option}"
+    broken = BREAKS.search(line)
+    assert not broken or f"def {broken[2]}(" in source, f"no bug {broken[2]}"
 
 
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
+def anchors(path):
+    """What GitHub calls a file's headings."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.M)
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+@EACH_DOC
 def test_links_resolve(path):
     for target in re.findall(r"\]\(([^)]+)\)", path.read_text()):
         file, _, anchor = target.partition("#")
         if not file.startswith("http"):
-            assert (path.parent / file).exists(), target
+            there = path.parent / file if file else path
+            assert there.exists(), target
+            assert not anchor or anchor in anchors(there), target
 
 
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_options_in_tables_exist(path):
+@EACH_DOC
+def test_options_named_exist(path):
     """Every --option named in the text is one of some script, of torchrun, pip or Megatron."""
-    sources = "".join(
-        file.read_text() for file in [*ROOT.glob("*.py"), *ROOT.glob("labs/*.py"), *ROOT.glob("tests/*.py")]
-    )
-    others = {
-        "--nproc",
-        "--nnodes",
-        "--rdzv-backend",
-        "--rdzv-endpoint",
-        "--rdzv-id",
-        "--no-deps",
-        "--sequence-parallel",
-    }
+    files = [
+        file for folder in (".", "labs", "tests", "results") for file in ROOT.glob(f"{folder}/*.py")
+    ]
+    sources = "".join(file.read_text() for file in files)
+    others = {"--nproc", "--nproc_per_node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint"}
+    others |= {"--no-deps", "--sequence-parallel", "--help", "--check"}
     for option in set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", path.read_text())) - others:
-        assert f'"{option}"' in sources or option == "--nproc_per_node", option
+        assert f'"{option}"' in sources, option
+
+
+@EACH_DOC
+def test_bugs_named_exist(path):
+    source = (ROOT / "labs" / "break_it.py").read_text()
+    for bug in re.findall(r"the bug `(\w+)`", path.read_text()):
+        assert f"def {bug}(" in source, bug
+
+
+def test_both_orders_of_reading_are_one():
+    """README's table of what to read, and the one of labs/README: the same steps."""
+
+    def steps(path):  # the files of each
+        table = re.search(r"^\|.* read \|.* build \|.*\n((?:\|.*\n)*)", path.read_text(), re.M)[1]
+        return [re.findall(r"\w+\.py", row) for row in table.splitlines()]
+
+    assert steps(DOCS[0]) == steps(DOCS[2])
+    labs = [file.name for file in sorted(ROOT.glob("labs/lab*.py"))]
+    assert labs == [file for row in steps(DOCS[0]) for file in row if file.startswith("lab")]
+
+
+@pytest.mark.parametrize("name,lines", {"README.md": 220, "CONTRIBUTING.md": 80}.items())
+def test_budgets(name, lines):
+    """README's tables of a GPU do not count: they are as many as GPUs were measured."""
+    made = r"<!-- (gpu|limits): made by results/make.py -->.*<!-- end of \1 -->\n"
+    text = re.sub(made, "", (ROOT / name).read_text(), flags=re.S)
+    assert len(text.splitlines()) <= lines
 
 
 ELSEWHERE = {  # commands that are run as they stand, but not by the test below
-    r"make |python3 -m venv|-m pytest": ".ci/run",
+    r"make |python3 -m venv": ".ci/run",
     r"torchrun --nnodes": "test_nodes.py and test_lab8.py, on one machine",
     r"python labs/lab\d_\w+\.py$": "test_lab1.py to test_lab8.py",
+    r"python tests/copies\.py": "test_user.py, on a copy",
     r"python tests/mutants\.py$": "test_mutants.py: a sample of them",
     r"\$GGUF": "test_real_weights.py",
-    r"SCRIPT\.py": "a pattern, of which the others are examples",
+    r"--model llama-3\.1-8b": "nowhere: it takes 8 GPUs",
 }
-QUICK = re.compile(r"python (sp_layout_sim\.py|pp\.py --mode schedule)|diff ")  # a second each
+QUICK = re.compile(r"python (sp_layout_sim\.py|pp\.py --mode schedule|.*--list)|diff ")  # seconds
 
 
 def here(lines):
     """Those of a script's lines that are run here."""
-    return [line for line in lines if not any(re.search(e, " ".join(words(line))) for e in ELSEWHERE)]
+    return [
+        line for line in lines if not any(re.search(e, " ".join(words(line))) for e in ELSEWHERE)
+    ]
 
 
-RUN = {tuple(map(str, map(words, here(lines)))): here(lines) for lines in SCRIPTS if here(lines)}.values()
+RUN = {tuple(map(str, map(words, here(lines)))): here(lines) for lines in SCRIPTS if here(lines)}
 
 
 def test_what_is_run_elsewhere_is_a_command():
     for pattern, where in ELSEWHERE.items():
-        assert any(re.search(pattern, line) for line in ALL), f"{pattern}, of {where}, is none any more"
+        assert any(re.search(pattern, line) for line in ALL), f"{pattern}, of {where}, is none"
 
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
-    """The project as a reader has it, with this Python's environment as its .venv."""
+    """The project as a reader has it; its .venv/bin has this Python, and torchrun for it."""
     folder = tmp_path_factory.mktemp("clone") / "clone"
     leave = shutil.ignore_patterns(".*", "__pycache__", "my_labs", "*.egg-info")
     shutil.copytree(ROOT, folder, ignore=leave)
-    Path(folder, ".venv").symlink_to(sys.prefix)
+    tools = folder / ".venv" / "bin"
+    tools.mkdir(parents=True)
+    for name, module in {"python": "", "torchrun": "-m torch.distributed.run"}.items():
+        (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
+        (tools / name).chmod(0o755)
     return folder
 
 
 @pytest.mark.parametrize(
     "lines",
-    [pytest.param(r, marks=[] if all(map(QUICK.match, r)) else pytest.mark.slow, id=r[0]) for r in RUN],
+    [
+        pytest.param(run, marks=[] if all(map(QUICK.match, run)) else pytest.mark.slow, id=run[0])
+        for run in RUN.values()
+    ],
 )
 def test_commands_run_as_written(lines, clone):
-    """Line by line, by a shell. What shows a bug, a difference or an empty exercise ends with 1."""
+    """Line by line, by a shell. A bug, a difference or an empty exercise exits with 1."""
     shutil.rmtree(clone / "my_labs", ignore_errors=True)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    how = {"shell": True, "cwd": clone, "env": ENVIRONMENT | {"PATH": path}, "timeout": 900}
+    environment = ENVIRONMENT | {"PATH": f"{clone}/.venv/bin{os.pathsep}{os.environ['PATH']}"}
+    how = {"shell": True, "cwd": clone, "env": environment, "timeout": 900}
     for line in lines:
         run = subprocess.run(line, capture_output=True, text=True, **how)
-        fails = re.search(r"--(break|inject-bug) (?!list)|grade\.py lab1", line)
+        fails = BREAKS.search(line) or re.search(r"--break (?!list)|grade\.py lab1", line)
         expected = 1 if fails or line.startswith("diff ") else 0
         assert run.returncode == expected, f"{line}\n{run.stdout}\n{run.stderr}"
-        assert not fails or "FAIL" in run.stdout, f"{line}: ended with 1, and not by a verdict"
+        assert not fails or "FAIL" in run.stdout, f"{line}: exits with 1, and not by a verdict"
