@@ -1,21 +1,22 @@
-"""Mutation proof: change the lesson of each script in many small ways; correctness must catch every change.
+"""Mutation proof: change the lesson of each script in many small ways; correctness must catch it.
 
-    python tests/mutants.py                      # all mutants of the four scripts: about 50 minutes
-    python tests/mutants.py --every 5            # every fifth of them
+    python tests/mutants.py                      # all mutants of the four scripts: about an hour
+    python tests/mutants.py --every 5            # every fifth of them; --start 1: from the second
     python tests/mutants.py --only tp.py:split   # those whose name contains this
     python tests/mutants.py --list               # their names
 
-A mutant is a script with one change in its sections 2 to 4 (Communication, Sharding, Loss), made from its
-syntax tree by the OPERATORS below. Code that stands in several scripts is changed in its original only. A
-mutant runs --mode correctness as TRIALS say, on 2, 3 and 4 ranks; it is caught by the first rank that does
-not exit with 0, or that is not done in TIMEOUT seconds. Those that no trial can catch, because they compute
-the same, stand in EQUIVALENT with the reason. Exit status: 0 if exactly these survive, 1 if not.
+A mutant is a script with one change in its sections 2 to 5, the lesson, made from its syntax tree
+by changes(). Code that stands in several scripts is changed in its original only. A mutant runs
+--mode correctness as TRIALS say, on 1 to 5 ranks; it is caught by the first rank that does not exit
+with 0, or that waits for ever. Those that no trial can catch, because they compute the same, stand
+in EQUIVALENT with the reason. Exit status: 0 if exactly these survive, 1 if not.
 """
 
 import argparse
 import ast
 import contextlib
 import functools
+import gc
 import json
 import os
 import signal
@@ -24,13 +25,15 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from conftest import ROOT, free_port
 from conftest import STRATEGIES as SCRIPTS
 
-TIMEOUT = 30  # seconds; a trial takes about one
+TIMEOUT = 300  # seconds; a trial takes one or two
+WAIT = ["--timeout", "20"]  # a rank that waits longer for another one ends
 NOT_RUN = {  # what correctness without further options never runs; each has tests of its own
     "expected_traffic": "benchmark mode's formula",
     "check_shape": "refuses what cannot work",
@@ -40,8 +43,10 @@ NOT_RUN = {  # what correctness without further options never runs; each has tes
     "bubble": "--mode schedule",
     "most_in_flight": "--mode schedule",
     "simulate": "--mode schedule",
+    "show_schedule": "--mode schedule",
+    "own_figures": "benchmark mode",
 }
-SWAPS = {  # a function and the one that it is mistaken for
+SWAPS = {  # a name and the one that it is mistaken for, where a function knows both
     "copy_to_tp_region": "reduce_from_tp_region",
     "reduce_from_tp_region": "copy_to_tp_region",
     "gather_from_sp_region": "reduce_scatter_to_sp_region",
@@ -54,6 +59,15 @@ SWAPS = {  # a function and the one that it is mistaken for
     "send": "receive",
 }
 COLLECTIVES = {*SWAPS, "all_reduce", "all_to_all"} - {"column_parallel", "send"}
+SOURCES = {  # the same kind of number, from elsewhere
+    "labels": "targets", "targets": "labels", "args.length": "hidden.shape[1]",
+    "hidden.shape[1]": "args.length", "args.batch": "len(hidden)", "len(hidden)": "args.batch",
+    "dist.ReduceOp.MAX": "dist.ReduceOp.SUM", "dist.ReduceOp.SUM": "dist.ReduceOp.MAX",
+}  # fmt: skip
+DROPS = {"float", "clone", "contiguous", "detach", "clamp", "masked_fill", "requires_grad_"}
+TENSORS = {*COLLECTIVES, "linear", "embedding", "apply", "sum", "exp_", "log", "cat", "stack"}
+TENSORS |= {"checkpoint", "inner", "token_loss", "float", "mul_", "div_", "flatten", "permute"}
+ROUNDED = "(lambda x: x.bfloat16().to(x.dtype) if x.is_floating_point() else x)({})"
 SIGNS = {  # of an operation, and of the one that it is changed to
     ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "//"), ast.Div: ("/", "*"),
     ast.FloorDiv: ("//", "*"), ast.Mod: ("%", "//"), ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"),
@@ -64,36 +78,44 @@ SIGNS = {  # of an operation, and of the one that it is changed to
 
 SMALL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 101,
-    "hidden_size": 48, "intermediate_size": 46, "num_attention_heads": 12, "initializer_range": 0.2,
-    "max_position_embeddings": 64,
+    "hidden_size": 48, "intermediate_size": 46, "num_attention_heads": 12,
+    "initializer_range": 0.2, "max_position_embeddings": 64, "num_hidden_layers": 2,
 }  # fmt: skip
 MODELS = {
-    "shared_kv": {"num_hidden_layers": 2, "num_key_value_heads": 1, "tie_word_embeddings": True,
-                  "attention_bias": True, "mlp_bias": True, "pad_token_id": 60},
-    "own_kv": {"num_hidden_layers": 2, "num_key_value_heads": 3, "tie_word_embeddings": False},
-    "two_kv": {"num_hidden_layers": 2, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    "shared_kv": {"num_key_value_heads": 1, "tie_word_embeddings": True, "attention_bias": True,
+                  "mlp_bias": True, "pad_token_id": 60},
+    "own_kv": {"num_key_value_heads": 3, "tie_word_embeddings": False},
+    "two_kv": {"num_key_value_heads": 2, "tie_word_embeddings": True,
                "pad_token_id": 26},  # the first word of rank 1 of 4
     "deep": {"num_hidden_layers": 7, "num_key_value_heads": 4, "tie_word_embeddings": True,
-             "attention_bias": True},
+             "attention_bias": True, "mlp_bias": True},
     "deep_untied": {"num_hidden_layers": 5, "num_key_value_heads": 4, "tie_word_embeddings": False},
 }  # fmt: skip
-WHOLE = "shared_kv --length 13 --batch 2 --attn eager --loss full"
-CHUNKS = "own_kv --length 5 --batch 1500"  # so many sequences that the loss takes several chunks
-PLAIN = [*((ranks, line) for ranks in (2, 3) for line in (WHOLE, CHUNKS))]
-PLAIN += [(2, "own_kv --length 13 --batch 3 --attn eager")]  # two KV heads on a rank, and one
-PLAIN += [(4, "two_kv --length 13 --batch 60")]  # a KV head on two ranks
+CHUNK = ("LOSS_CHUNK = 2048", "LOSS_CHUNK = 8")  # so that short sequences take several chunks
+LONG = "--length 13 --batch 3"
+PLAIN = [  # (ranks, model and options)
+    (2, f"shared_kv {LONG} --attn eager --tile 16"),  # chunks of the loss, tiles of 5 tokens
+    (3, f"own_kv {LONG} --loss full"),
+    (2, f"own_kv {LONG} --attn eager --recompute none"),  # two KV heads on a rank, and one
+    (4, f"two_kv {LONG} --recompute offload"),  # a KV head on two ranks
+    (5, f"shared_kv {LONG}"),  # its query heads unevenly on five
+    (2, f"shared_kv {LONG} --dtype bfloat16"),
+    (1, f"shared_kv {LONG}"),
+]
 CUT = "--length 13 --batch 5 --microbatches 3"
-PIPELINES = [f"deep --schedule {kind}" for kind in ("1f1b", "zb", "interleaved")]
 PIPELINES = [
-    (ranks, line) for ranks in (2, 3) for line in [*PIPELINES, "deep_untied --schedule afab --loss full"]
+    (2, f"deep --schedule zb --tile 16 {CUT}"),
+    (2, f"deep --schedule 1f1b {CUT}"),
+    (3, f"deep --schedule interleaved --recompute offload {CUT}"),
+    (2, f"deep --schedule interleaved {CUT}"),
+    (2, f"deep_untied --schedule afab --loss full --recompute none {CUT}"),
+    (3, f"deep --schedule 1f1b {CUT}"),
+    (3, f"deep --schedule zb {CUT}"),
+    (4, f"deep --schedule zb {CUT}"),  # more ranks than microbatches
+    (1, f"deep --schedule interleaved {CUT}"),  # all stages on one
+    (2, f"deep --schedule zb --dtype bfloat16 {CUT}"),
 ]
-PIPELINES += [(4, "deep --schedule zb")]  # more ranks than microbatches
-PIPELINES += [(1, "deep --schedule interleaved")]  # all stages on one
-TRIALS = {script: PLAIN for script in SCRIPTS}  # (ranks, model and options)
-TRIALS["pp.py"] = [
-    *((ranks, f"{line} {CUT}") for ranks, line in PIPELINES),
-    (2, f"{CHUNKS} --microbatches 2"),
-]
+TRIALS = dict.fromkeys(SCRIPTS, PLAIN) | {"pp.py": PIPELINES}
 
 SURVIVORS = {  # reason: the mutants that no trial can catch
     "refuses, or allows, other numbers of ranks than are tried": """
@@ -111,10 +133,6 @@ SURVIVORS = {  # reason: the mutants that no trial can catch
     tp.py:VocabParallelEmbedding.forward: 0 -> 1
     sp_megatron.py:VocabParallelEmbedding.forward: 0 -> 1
     tp.py:VocabParallelCrossEntropy.forward: 0 -> 1""",
-    "the maximum of maxima": """
-    tp.py:VocabParallelCrossEntropy.forward: all_reduce(logits.max(-1, keepdim=True).values.float(), \
-group, dist.ReduceOp.MAX) -> all_reduce(all_reduce(logits.max(-1, keepdim=True).values.float(), group, \
-dist.ReduceOp.MAX), group, dist.ReduceOp.MAX)""",
     "of two dimensions the last is number 1": """
     tp.py:VocabParallelCrossEntropy.forward: -1 -> 1
     tp.py:VocabParallelCrossEntropy.forward: -1 -> 1 (no. 2)
@@ -135,15 +153,15 @@ dist.ReduceOp.MAX), group, dist.ReduceOp.MAX)""",
     sp_megatron.py:mean_loss: hidden.shape[1] if args.loss == "full" else loss_chunk(args) -> \
 (loss_chunk(args) if args.loss == "full" else hidden.shape[1])
     sp_megatron.py:mean_loss: args.loss == "full" -> args.loss != "full"
-    sp_ulysses.py:mean_loss: hidden.shape[1] if args.loss == "full" else max(1, LOSS_CHUNK // args.batch) \
--> (max(1, LOSS_CHUNK // args.batch) if args.loss == "full" else hidden.shape[1])
+    sp_ulysses.py:mean_loss: hidden.shape[1] if args.loss == "full" else max(1, LOSS_CHUNK // \
+args.batch) -> (max(1, LOSS_CHUNK // args.batch) if args.loss == "full" else hidden.shape[1])
     sp_megatron.py:mean_loss: 1 -> 2
     sp_ulysses.py:mean_loss: 1 -> 2
     sp_ulysses.py:mean_loss: 1 -> 2 (no. 2)
     sp_ulysses.py:mean_loss: args.loss == "full" -> args.loss != "full"
     sp_ulysses.py:mean_loss: LOSS_CHUNK // args.batch -> LOSS_CHUNK * args.batch
-    pp.py:microbatch_loss: hidden.shape[1] if args.loss == "full" else max(1, LOSS_CHUNK // len(hidden)) -> \
-(max(1, LOSS_CHUNK // len(hidden)) if args.loss == "full" else hidden.shape[1])
+    pp.py:microbatch_loss: hidden.shape[1] if args.loss == "full" else max(1, LOSS_CHUNK // \
+len(hidden)) -> (max(1, LOSS_CHUNK // len(hidden)) if args.loss == "full" else hidden.shape[1])
     pp.py:microbatch_loss: 1 -> 2
     pp.py:microbatch_loss: 1 -> 2 (no. 2)
     pp.py:microbatch_loss: args.loss == "full" -> args.loss != "full"
@@ -162,26 +180,30 @@ dist.ReduceOp.MAX), group, dist.ReduceOp.MAX)""",
     pp.py:microbatch_loss: args.loss == "full" -> args.loss != "full" (no. 2)
     pp.py:microbatch_loss: False -> True""",
     "--loss full is one chunk": """
-    tp.py:mean_loss: total += token_loss(model, h, t, group) -> total = token_loss(model, h, t, group)
-    sp_megatron.py:mean_loss: total += token_loss(model, h, t, group) -> \
-total = token_loss(model, h, t, group)
+    tp.py:mean_loss: total += token_loss(model, h, t, group) -> total = token_loss(model, h, t, \
+group)
+    sp_megatron.py:mean_loss: total += token_loss(model, h, t, group) -> total = \
+token_loss(model, h, t, group)
     sp_ulysses.py:mean_loss: total += token_loss(model, h, t) -> total = token_loss(model, h, t)
     pp.py:microbatch_loss: total += token_loss(model, h, t) -> total = token_loss(model, h, t)""",
     "of --dtensor, which is not tried": """
     tp.py:token_loss: 0 -> 1
     tp.py:token_loss: 1 -> 2
-    tp.py:train_step: loss_parallel() if args.dtensor else nullcontext() -> \
-(nullcontext() if args.dtensor else loss_parallel())""",
+    tp.py:train_step: loss_parallel() if args.dtensor else nullcontext() -> (nullcontext() if \
+args.dtensor else loss_parallel())""",
     "what is gathered twice is cut off again": """
-    sp_megatron.py:local_logits: gather_from_sp_region(hidden_states(model, ids, group, args), group) -> \
-gather_from_sp_region(gather_from_sp_region(hidden_states(model, ids, group, args), group), group)""",
+    sp_megatron.py:local_logits: gather_from_sp_region(hidden_states(model, ids, group, args), \
+group) -> gather_from_sp_region(gather_from_sp_region(hidden_states(model, ids, group, args), \
+group), group)""",
     "of a padding mask; correctness has none, test_strategies.py has": """
-    sp_ulysses.py:full_mask.mask: dist.all_gather(parts, attention_mask.contiguous(), group=group) -> pass
-    sp_ulysses.py:full_mask.mask: dist.all_gather(parts, attention_mask.contiguous(), group=group) -> parts
+    sp_ulysses.py:full_mask.mask: dist.all_gather(parts, attention_mask.contiguous(), \
+group=group) -> pass
+    sp_ulysses.py:full_mask.mask: dist.all_gather(parts, attention_mask.contiguous(), \
+group=group) -> parts
     sp_ulysses.py:full_mask.mask: 1 -> 2""",
     "a softmax does not change with what all its logits have in common": """
-    sp_ulysses.py:token_loss: logits - logits.detach().max(-1, keepdim=True).values -> \
-logits + logits.detach().max(-1, keepdim=True).values""",
+    sp_ulysses.py:token_loss: logits - logits.detach().max(-1, keepdim=True).values -> logits + \
+logits.detach().max(-1, keepdim=True).values""",
     "a padding token's value: nobody attends to it": """
     sp_ulysses.py:hidden_states: 0 -> 1""",
     "another order of the same sums: more in flight, or a longer bubble, which test_pp.py sees": """
@@ -197,9 +219,6 @@ logits + logits.detach().max(-1, keepdim=True).values""",
     pp.py:faults: found.append(f"rank {rank} does not do each of its actions once") -> pass
     pp.py:faults: 1 -> 2 (no. 2)
     pp.py:faults: not found -> found
-    pp.py:faults: r == rank -> r != rank
-    pp.py:faults: 0 -> 1
-    pp.py:faults: 0 -> 1 (no. 2)
     pp.py:faults: found.append(f"deadlock: these wait for each other: {waiting}") -> pass""",
     "of the measured timeline": """
     pp.py:Pipeline.run: self.timeline.append((action, begin, self.now())) -> pass
@@ -223,20 +242,22 @@ self.timeline is not None or self.args.device.type == "cuda"
     pp.py:Pipeline.run: 0 -> 1
     pp.py:Pipeline.run: self.peak = max(self.peak, len(self.held | self.deferred)) -> pass""",
 }  # fmt: skip
-EQUIVALENT = {name.strip(): why for why, names in SURVIVORS.items() for name in names.strip().splitlines()}
+EQUIVALENT = {
+    name.strip(): why for why, names in SURVIVORS.items() for name in names.strip().splitlines()
+}
 
 
 class Mutant(NamedTuple):
-    """One change: name "SCRIPT:FUNCTION: old -> new", the script, and its whole text with the change."""
+    """One change: its name "SCRIPT:FUNCTION: old -> new", the script, its whole text, changed."""
 
     name: str
     script: str
     source: str
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Making them
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class Source:
@@ -266,17 +287,16 @@ class Source:
         return self.part(first, begin) + new + self.part(end, last)
 
 
-def changes(node, source):
-    """The changes of one node of a syntax tree: (the part of the node that is replaced, its new text)."""
+def changes(node, source, names):
+    """The changes of a node in a function that knows these names: (part replaced, its new text)."""
     text = source.text
-    if isinstance(node, ast.Call) and (name := called(node)) in COLLECTIVES and node.args:
-        yield node, text(node.args[0])  # the collective is forgotten
-        rest = "".join(f", {text(a)}" for a in node.args[1:])
-        rest += "".join(f", {k.arg}={text(k.value)}" for k in node.keywords)
-        if not isinstance(node.func, ast.Attribute):
-            yield node, f"{name}({text(node)}{rest})"  # done twice
+    if isinstance(node, ast.Call):
+        yield from changed_call(node, source)
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in SWAPS:
         yield node, SWAPS[node.id]
+    read = isinstance(node, ast.expr) and isinstance(getattr(node, "ctx", ast.Load()), ast.Load)
+    if read and (other := SOURCES.get(text(node))) and knows(names, other):
+        yield node, other
     if isinstance(node, ast.Constant) and type(node.value) is int:
         yield node, str(node.value + 1)
     if isinstance(node, ast.Constant) and type(node.value) is bool:
@@ -298,11 +318,52 @@ def changes(node, source):
     if isinstance(node, ast.AugAssign):
         yield node, "pass"
         yield node, f"{text(node.target)} = {text(node.value)}"
+    if isinstance(node, (ast.Assign, ast.AugAssign, ast.Expr)) and "group" in names:
+        target = node.targets[0] if isinstance(node, ast.Assign) else node
+        called_one = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+        if called_one or isinstance(target, (ast.Attribute, ast.AugAssign)):
+            yield node, f"if group.rank() == 0: {text(node)}"  # other ranks forget it
+    if isinstance(node, ast.Return) and is_tensor(node.value):
+        yield node.value, ROUNDED.format(text(node.value))
+        if "group" in names:  # right on one rank only
+            yield node.value, f"(1 + group.rank()) * ({text(node.value)})"
+    if isinstance(node, (ast.Assign, ast.AugAssign)) and is_tensor(node.value):
+        yield node.value, ROUNDED.format(text(node.value))
+
+
+def changed_call(node, source):
+    """The changes of a call."""
+    text, name = source.text, called(node)
+    if name in COLLECTIVES and node.args:
+        yield node, text(node.args[0])  # the collective is forgotten
+        rest = "".join(f", {text(a)}" for a in node.args[1:])
+        rest += "".join(f", {k.arg}={text(k.value)}" for k in node.keywords)
+        if not isinstance(node.func, ast.Attribute):
+            yield node, f"{name}({text(node)}{rest})"  # done twice
+    if name in DROPS and isinstance(node.func, ast.Attribute):
+        yield node, text(node.func.value)
+    if name in ("max", "min") and isinstance(node.func, ast.Name) and len(node.args) == 2:
+        yield from ((node, text(argument)) for argument in node.args)
+    if name == "max" and isinstance(node.func, ast.Attribute):  # of logits: 0 instead
+        yield node, f"({text(node.func.value)} * 0).max(-1, keepdim=True)"
 
 
 def called(call):
     """The name of the function that a call calls, without its module."""
     return getattr(call.func, "attr", None) or getattr(call.func, "id", None)
+
+
+def is_tensor(node):
+    """Whether an expression looks like one whose value is a tensor."""
+    if isinstance(node, ast.BinOp):
+        return is_tensor(node.left) or is_tensor(node.right)
+    return isinstance(node, ast.Call) and called(node) in TENSORS
+
+
+def knows(names, expression):
+    """Whether all variables of an expression are among the names; a module's are everywhere."""
+    variables = {n.id for n in ast.walk(ast.parse(expression)) if isinstance(n, ast.Name)}
+    return variables - {"dist", "len"} <= names
 
 
 def swapped_sign(node, sign, source):
@@ -321,34 +382,37 @@ def mutants(script):
     """All mutants of one script, in the order of its lines."""
     source = Source(script)
     lines = source.lines
-    banners = [i + 1 for i, line in enumerate(lines) if line.startswith(("# 2. ", "# 5. "))]
-    found, names = [], Counter()
+    banners = [i + 1 for i, line in enumerate(lines) if line.startswith(("# 2. ", "# 6. "))]
+    found, counts = [], Counter()
     for top in ast.parse(source.data).body:
-        copied = (
-            lines[first_line(top) - 2].startswith("# Copied from ")
-            and f"from {script}" not in lines[first_line(top) - 2]
-        )
-        if not banners[0] < top.lineno < banners[1] or copied or getattr(top, "name", "") in NOT_RUN:
+        above = lines[first_line(top) - 2]
+        copied = above.startswith("# Copied from ") and f"from {script}" not in above
+        name = getattr(top, "name", "")
+        if not banners[0] < top.lineno < banners[1] or copied or name in NOT_RUN:
             continue
         for function in [n for n in ast.walk(top) if isinstance(n, ast.FunctionDef)]:
             where = function.name if function is top else f"{top.name}.{function.name}"
-            inner = {
-                n
-                for f in ast.walk(function)
-                if isinstance(f, ast.FunctionDef) and f is not function
-                for n in ast.walk(f)
-            }
-            for node in [n for statement in function.body for n in ast.walk(statement) if n not in inner]:
-                for part, new in changes(node, source):
-                    with contextlib.suppress(SyntaxError):  # a keyword argument's order, or the like
+            names = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
+            names |= {argument.arg for argument in function.args.args}
+            for node in own_nodes(function):
+                for part, new in changes(node, source, names):
+                    with contextlib.suppress(SyntaxError):  # a keyword argument's order, or so
                         ast.parse(source.changed(part, new, within=top))
                         mutated = source.changed(part, new)
-                        old, new = (" ".join(words.split()) for words in (source.text(part), new))
+                        old, new = (" ".join(t.split()) for t in (source.text(part), new))
                         name = f"{script}:{where}: {old} -> {new}"
-                        names[name] += 1
-                        name += f" (no. {names[name]})" if names[name] > 1 else ""
+                        counts[name] += 1
+                        name += f" (no. {counts[name]})" if counts[name] > 1 else ""
                         found.append((source.place(part), Mutant(name, script, mutated)))
     return [mutant for _, mutant in sorted(found, key=lambda pair: pair[0])]
+
+
+def own_nodes(function):
+    """The nodes of a function's statements, without those of functions within."""
+    within = [f for f in ast.walk(function) if isinstance(f, ast.FunctionDef) and f is not function]
+    others = {node for f in within for node in ast.walk(f)}
+    nodes = [node for statement in function.body for node in ast.walk(statement)]
+    return [node for node in nodes if node not in others]
 
 
 def first_line(node):
@@ -356,22 +420,29 @@ def first_line(node):
     return min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Running them: torch is loaded once, each rank of each trial is a fork
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
-def be_rank(rank, world, port, mutant, argv, output):
-    """The life of one rank of a trial; does not return."""
+def run_script(script, source, argv):
+    """What `python SCRIPT ARGV` does, with another source."""
+    sys.argv = [str(ROOT / script), *argv]
+    main = {"__name__": "__main__", "__file__": sys.argv[0]}
+    exec(compile(source, sys.argv[0], "exec"), main)
+
+
+def be_rank(rank, world, port, life, output):
+    """Call life() as one rank of several, with torchrun's environment; does not return."""
     status = 1
     try:
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
         os.dup2(1, 2)
         signal.alarm(TIMEOUT + 5)  # not even if the parent is killed does a rank stay
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
-        os.environ |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        sys.argv = [str(ROOT / mutant.script), *argv]
-        exec(compile(mutant.source, sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
+        joined = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
+        joined |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ |= {name: str(value) for name, value in joined.items()}
+        life()
         status = 0
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else 1
@@ -381,42 +452,43 @@ def be_rank(rank, world, port, mutant, argv, output):
     os._exit(status)
 
 
-def trial(world, mutant, argv, output):
-    """Run a mutant on world ranks; returns why it is caught, or None."""
+def on_ranks(world, life, output, patience=0.0):
+    """Have ranks live; returns their exit codes, None for one that was ended.
+
+    When one fails, the others have some seconds of patience to come to an end of their own.
+    """
     Path(output).write_text("")
-    port = free_port()
-    running, verdict, end = set(), None, time.time() + TIMEOUT
+    port, end, running, codes = free_port(), time.time() + TIMEOUT, {}, [None] * world
     for rank in range(world):
         pid = os.fork()
         if not pid:
-            be_rank(rank, world, port, mutant, argv, output)
-        running.add(pid)
-    while running and not verdict:
+            be_rank(rank, world, port, life, output)
+        running[pid] = rank
+    while running and time.time() < end:
         for pid in list(running):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
-                running.discard(pid)
-                code = os.waitstatus_to_exitcode(status)
-                verdict = verdict or (f"exit {code}" if code else None)
-        if time.time() > end:
-            verdict = "hangs"
+                codes[running.pop(pid)] = code = os.waitstatus_to_exitcode(status)
+                end = min(end, time.time() + patience) if code else end
         time.sleep(0.005)
     for pid in running:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    return verdict
+    return codes
 
 
 def caught(mutant, folder):
-    """What catches a mutant: "2 ranks, exit 1: the last line it said", or None if nothing does."""
+    """What catches a mutant: "2 ranks, exit 1: the last line said", or None if nothing does."""
     output = f"{folder}/output"
     for world, line in TRIALS[mutant.script]:
         model, *options = line.split()
-        argv = ["--mode", "correctness", "--model", f"{folder}/{model}", *options]
-        verdict = trial(world, mutant, argv, output)
-        if verdict:
+        argv = ["--model", f"{folder}/{model}", *options, *WAIT]
+        life = partial(run_script, mutant.script, mutant.source.replace(*CHUNK), argv)
+        codes = on_ranks(world, life, output)
+        if any(codes) or None in codes:
             said = Path(output).read_text(errors="replace").strip().splitlines() or [""]
-            return f"{world} ranks, {verdict}: {said[-1][:100]}"
+            exits = ", ".join(str(code) for code in codes if code) or "none"
+            return f"{world} ranks, {line}, exit {exits}: {said[-1][:100]}"
     return None
 
 
@@ -430,6 +502,8 @@ def prepare(folder):
         source = ast.parse((ROOT / script).read_text())
         imports = [n for n in source.body if isinstance(n, (ast.Import, ast.ImportFrom))]
         exec(compile(ast.Module(imports, []), script, "exec"), {})
+    gc.collect()
+    gc.freeze()  # no fork need look at what has been imported
 
 
 def main(argv=None):
@@ -437,30 +511,33 @@ def main(argv=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="every Nth mutant only")
-    parser.add_argument("--only", default="", metavar="TEXT", help="those whose name contains it")
-    parser.add_argument("--list", action="store_true", help="name them, run none")
+    add = parser.add_argument
+    add("--every", type=int, default=1, metavar="N", help="every Nth mutant only")
+    add("--start", type=int, default=0, metavar="N", help="without the first N")
+    add("--only", default="", metavar="TEXT", help="those whose name contains it")
+    add("--list", action="store_true", help="name them, run none")
     args = parser.parse_args(argv)
-    chosen = [m for script in SCRIPTS for m in mutants(script) if args.only in m.name][:: args.every]
+    chosen = [m for script in SCRIPTS for m in mutants(script) if args.only in m.name]
+    chosen = chosen[args.start :: args.every]
     if args.list:
         print(*(m.name for m in chosen), sep="\n")
         return 0
     wrong, scores = [], {script: Counter() for script in SCRIPTS}
     with tempfile.TemporaryDirectory() as folder:
         prepare(folder)
-        for script in SCRIPTS:
-            unchanged = Mutant(f"{script}: unchanged", script, (ROOT / script).read_text())
-            if any(m.script == script for m in chosen) and (why := caught(unchanged, folder)):
+        for script in sorted({m.script for m in chosen}, key=SCRIPTS.index):
+            unchanged = (ROOT / script).read_text()
+            assert CHUNK[0] in unchanged, "a constant has another value now"
+            why = caught(Mutant(f"{script}: unchanged", script, unchanged), folder)
+            if why:
                 raise SystemExit(f"{script} itself does not pass: {why}")
         for mutant in chosen:
             why, known = caught(mutant, folder), mutant.name in EQUIVALENT
-            scores[mutant.script]["equivalent" if known else "caught" if why else "SURVIVED"] += 1
+            said = "caught" if why else "equivalent" if known else "SURVIVED"
+            scores[mutant.script]["equivalent" if known else said] += 1
             if known == bool(why):
                 wrong.append(mutant.name)
-            print(
-                f"{'caught' if why else 'equivalent' if known else 'SURVIVED'}  {mutant.name}  {why or ''}",
-                flush=True,
-            )
+            print(f"{said}  {mutant.name}  {why or ''}", flush=True)
     print(f"\n{'':16}{'mutants':>8}{'caught':>8}{'equivalent':>12}{'survived':>10}")
     for script, score in scores.items():
         row = score["caught"], score["equivalent"], score["SURVIVED"]

@@ -1,4 +1,4 @@
-"""A sample of the mutants of mutants.py; all of them take 50 minutes."""
+"""A sample of the mutants of mutants.py; all of them take more than an hour."""
 
 import mutants
 import pytest
@@ -16,10 +16,8 @@ def test_correctness_catches_what_changes_the_mathematics():
 def test_there_are_mutants_of_every_script_and_the_excuses_are_of_some():
     names = [mutant.name for script in mutants.SCRIPTS for mutant in mutants.mutants(script)]
     assert len(names) == len(set(names)) >= 600
-    readme = (mutants.ROOT / "README.md").read_text()
-    same = len(mutants.EQUIVALENT)
-    assert f"in {len(names)} small ways" in readme, "README's score"
-    assert f"{len(names) - same} are\ncaught; {same} compute the same" in readme, "README's score"
+    contributing = (mutants.ROOT / "CONTRIBUTING.md").read_text()
+    assert f"in {len(names)} small ways" in contributing
     assert set(mutants.EQUIVALENT) <= set(names), "an equivalent mutant that is none any more"
 
 
@@ -27,10 +25,10 @@ def test_there_are_mutants_of_every_script_and_the_excuses_are_of_some():
     "operation,name",
     [
         ("a collective is dropped", "tp.py:ReduceFromTPRegion.forward: all_reduce(x, group) -> x"),
-        ("or doubled", "sp_megatron.py:GatherFromSPRegion.forward: all_gather(x, group) -> all_gather(all"),
-        ("f and g are swapped", "tp.py:parallel_block.forward: copy_to_tp_region -> reduce_from_tp_region"),
+        ("or doubled", "sp_megatron.py:GatherFromSPRegion.forward: all_gather(x, group) -> all_g"),
+        ("f and g are swapped", "tp.py:parallel_block.forward: copy_to_tp_region -> reduce_from"),
         ("an offset", "tp.py:parallelize: q0 * d -> q0 // d"),
-        ("a gradient is not summed", "tp.py:sum_shared_gradients: dist.all_reduce(parameter.grad, gr"),
+        ("a gradient is not summed", "tp.py:sum_shared_gradients: dist.all_reduce(parameter.grad"),
         ("an action of a schedule", 'pp.py:afab: yield Action("B", rank, m) -> pass'),
     ],
 )  # fmt: skip

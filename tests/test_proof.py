@@ -1,0 +1,334 @@
+"""What correctness has to see, put into the scripts on purpose; what it cannot see, tested.
+
+Every case runs on ranks of its own, forks of one process that has loaded torch: see mutants.py.
+"""
+
+import gc
+import json
+import multiprocessing
+import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import mutants
+import pytest
+from conftest import ROOT, STRATEGIES
+
+TP, OWN_HEAD = STRATEGIES[:2], STRATEGIES[2:]  # vocabulary cut over the ranks; or not
+END = 'if __name__ == "__main__":'  # a change put here comes after all definitions
+SHIFT = "F.pad(labels[:, 1:], (0, 1), value=IGNORE)"
+PREFIX = "torch.arange(labels.shape[1]) < (labels == IGNORE).sum(1, True)"
+PREFIX = f"labels.clamp(min=0).masked_fill({PREFIX}, IGNORE)"
+FLAT = "F.pad(labels.flatten()[1:], (0, 1), value=IGNORE).view_as(labels)"
+COUNT, LABELS = "(targets != IGNORE).sum()", "(labels != IGNORE).sum()"
+CUT = "    parallelize(model, group, args)\n"
+MLP = {
+    "column_parallel(mlp.gate_proj, i0, i1)": "pass",
+    "column_parallel(mlp.up_proj, i0, i1)": "pass",
+    "row_parallel(mlp.down_proj, i0, i1, rank)": "pass",
+}
+SUMMED = "for parameter in mlp.parameters(): parameter.sum_over = group"
+LATER = """
+def train_step(*args, right=train_step, calls=[], **more):
+    calls.append(1)  # its first loss is right, from which the learning rate is made
+    wrong = args[3].rank() > 0 and len(calls) > 1
+    return right(*args, **more) * (1.01 if wrong else 1)
+"""
+GRADIENT = """
+def sum_shared_gradients(model, right=sum_shared_gradients):
+    right(model)
+    if dist.get_rank() == {rank}:
+        next(p for p in model.parameters() if p.grad is not None).grad.mul_(1.01)
+"""
+WEIGHT = """
+def make_parallel(model, group, args, right=make_parallel, spare=[]):
+    if group.rank() == {rank}:
+        spare.append(nn.Parameter(torch.ones(1)))
+    return right(model, group, args)
+"""
+SABOTAGES = [  # what is wrong, in which scripts, {the right text: the wrong one}
+    ("targets are rolled, not shifted", STRATEGIES, {SHIFT: "labels.roll(-1, 1)"}),
+    ("the loss is divided by the number of labels", [*TP, "pp.py"], {COUNT: LABELS}),
+    (
+        "the loss is divided by the number of labels",
+        ["sp_ulysses.py"],
+        {"(shift(labels) != IGNORE).sum()": LABELS},
+    ),
+    ("the batch is flattened before the shift", STRATEGIES, {SHIFT: FLAT}),
+    ("what is ignored is a prefix", STRATEGIES, {"labels[:, 1:]": f"{PREFIX}[:, 1:]"}),
+    (
+        "a softmax without its maximum",
+        TP,
+        {"all_reduce(largest, group, dist.ReduceOp.MAX)": "0 * largest"},
+    ),
+    (
+        "a softmax without its maximum",
+        OWN_HEAD,
+        {"logits - logits.detach().max(-1, keepdim=True).values": "logits"},
+    ),
+    (
+        "a row beyond a rank's range is looked up",
+        TP,
+        {
+            "(ids >= self.end)": "(ids > self.end)",
+            "(ids - self.start).masked_fill(elsewhere, 0)": "(ids - self.start).clamp(0, "
+            "len(self.weight) - 1)",
+        },
+    ),
+    (
+        "a row beyond a rank's range is a target",
+        TP,
+        {
+            "(target >= start + logits.shape[-1])": "(target > start + logits.shape[-1])",
+            "(target - start).masked_fill(elsewhere, 0)": "(target - start).clamp(0, "
+            "logits.shape[-1] - 1)",
+        },
+    ),
+    (
+        "each rank's last row is not looked up",
+        TP,
+        {"(ids >= self.end)": "(ids >= self.end - 1)"},
+    ),
+    (
+        "each rank's last row is no target",
+        TP,
+        {"(target >= start + logits.shape[-1])": "(target >= start + logits.shape[-1] - 1)"},
+    ),
+    ("target 0 is ignored", TP, {"(target == IGNORE, 0)": "(target <= 0, 0)"}),
+    ("target 0 is ignored", OWN_HEAD, {"(targets == IGNORE, 0)": "(targets <= 0, 0)"}),
+    (
+        "the padding row has a gradient",
+        STRATEGIES,
+        {CUT: "    model.model.embed_tokens.padding_idx = None\n" + CUT},
+    ),
+    ("no MLP is sharded", ["tp.py"], MLP | {"parallel_block(mlp, group)": "pass"}),
+    ("no MLP is sharded", ["sp_megatron.py"], MLP | {"parallel_block(mlp, group)": SUMMED}),
+    ("a shard keeps the full matrix", TP, {"start, end - start).clone()": "start, end - start)"}),
+    ("the loss is right on rank 0 alone", STRATEGIES, {END: LATER + END}),
+    ("rank 0's gradient is wrong", STRATEGIES, {END: GRADIENT.format(rank=0) + END}),
+    ("rank 1's gradient is wrong", STRATEGIES, {END: GRADIENT.format(rank=1) + END}),
+    ("rank 0 holds more", STRATEGIES, {END: WEIGHT.format(rank=0) + END}),
+    ("rank 1 holds more", STRATEGIES, {END: WEIGHT.format(rank=1) + END}),
+]
+CASES = [(what, script, put) for what, scripts, put in SABOTAGES for script in scripts]
+IDS = [f"{what}-{script}".replace(" ", "_") for what, script, _ in CASES]
+
+
+def changed(script, put=None):
+    """A script's text, with some of it replaced."""
+    source = (ROOT / script).read_text()
+    for old, new in (put or {}).items():
+        assert source.count(old) == 1, f"{script} has this {source.count(old)} times: {old}"
+        source = source.replace(old, new)
+    return source
+
+
+def load(script, put=None):
+    """A script as a module."""
+    names = {"__name__": "loaded", "__file__": str(ROOT / script)}
+    exec(compile(changed(script, put), script, "exec"), names)
+    return SimpleNamespace(**names)
+
+
+def live(world, folder, life, args):
+    """In the process that forks: (exit codes, output) of life(*args) on so many ranks."""
+    output = f"{folder}/output"
+    codes = mutants.on_ranks(world, partial(life, *args), output, patience=20)
+    return codes, Path(output).read_text()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """ranks(world, life, *args): see live(). Started once: a fork has torch loaded."""
+    folder = tmp_path_factory.mktemp("proof")
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, mutants.prepare, [str(folder)]) as process:
+
+        def run(world, life, *args):
+            return process.submit(live, world, folder, life, args).result()
+
+        run.folder, run.small = folder, ["--model", f"{folder}/two_kv", "--length", "13"]
+        yield run
+
+
+def seen(ranks, script, put, *options, world=2):
+    """Have a changed script prove itself; all ranks have to say that it fails."""
+    argv = [*options, "--timeout", "60", "--json", f"{ranks.folder}/seen.json"]
+    codes, output = ranks(world, mutants.run_script, script, changed(script, put), argv)
+    assert codes == [1] * world, output
+    assert "\nFAIL " in output and "PASS" not in output, output
+    return json.loads((ranks.folder / "seen.json").read_text())
+
+
+@pytest.mark.parametrize("what,script,put", CASES, ids=IDS)
+def test_correctness_sees(ranks, what, script, put):
+    seen(ranks, script, put, *ranks.small)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what,script,put", CASES, ids=IDS)
+def test_correctness_sees_with_its_default_options(ranks, what, script, put):
+    seen(ranks, script, put)
+
+
+# --------------------------------------------------------------------------------------------------
+# The loss in bfloat16: correctness in bfloat16 cannot tell its softmax's rounding from all other
+# --------------------------------------------------------------------------------------------------
+
+COARSE = [  # a softmax in bfloat16; the gradient of one
+    ("shifted.exp_()", "shifted.bfloat16().float().exp_()", TP),
+    ("(logits.float() - peak).exp_()", "(logits - peak.bfloat16()).float().exp_()", TP),
+    ("model.lm_head.weight).float()", "model.lm_head.weight)", OWN_HEAD),
+    ("logits.exp().sum(-1)", "logits.bfloat16().exp().sum(-1).float()", OWN_HEAD),
+]
+
+
+def bfloat16_loss(script, put):
+    """Sum of the losses, and its gradient, against float64 of the same bfloat16 logits."""
+    script = load(script, put)
+    torch, cut = script.torch, script.STRATEGY in ("tp", "sp_megatron")
+    torch.distributed.init_process_group("gloo")
+    group, vocabulary = torch.distributed.group.WORLD, 33
+    torch.manual_seed(0)
+    plain, targets = 3 * torch.randn(2, 12, vocabulary), torch.randint(vocabulary, (2, 12))
+    targets[0, 5], half = script.IGNORE, torch.arange(12)[:, None] % 2
+    sure = half * script.F.one_hot(targets.clamp(min=0), vocabulary)
+    start, end = script.split(vocabulary, group.rank(), group.size()) if cut else (0, vocabulary)
+    head = torch.eye(vocabulary, dtype=torch.bfloat16)  # a token's hidden state is its logits
+    model = SimpleNamespace(config=SimpleNamespace(vocab_size=vocabulary))
+    model.lm_head = SimpleNamespace(weight=head[start:end])
+    tokens = slice(None)
+    if script.STRATEGY == "sp_megatron":
+        tokens = slice(*script.split(12, group.rank(), group.size()))
+    for logits in (
+        plain,
+        plain + 12 * sure,
+        plain + 300 * half,
+        plain - 300,
+        plain * (1 + 60 * half),
+    ):
+        logits = logits.bfloat16()
+        exact = logits.double().requires_grad_()
+        expected = script.F.cross_entropy(exact.flatten(0, 1), targets.flatten(), reduction="sum")
+        expected.backward()
+        hidden = logits[:, tokens].clone().requires_grad_()
+        loss = script.token_loss(model, hidden, targets, *([group] if cut else []))
+        loss.backward()
+        wanted, given = exact.grad[:, tokens], hidden.grad
+        if script.STRATEGY == "tp":  # copy_to_tp_region, around token_loss, sums the ranks'
+            wanted, given = wanted[..., start:end], given[..., start:end]
+        apart = abs(loss.item() / expected.item() - 1)
+        assert apart < 1e-5, f"the loss is off by {apart}"
+        apart = ((given - wanted).abs() / (wanted.abs() / 2**8 + 1e-6)).max()
+        assert apart < 1, f"the gradient is off by {apart} roundings"
+
+
+@pytest.mark.parametrize("script", STRATEGIES)
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_loss_is_in_float32_where_the_model_is_in_bfloat16(ranks, script, world):
+    codes, output = ranks(world, bfloat16_loss, script, {})
+    assert codes == [0] * world, output
+    for old, new, scripts in COARSE:
+        if script in scripts:
+            codes, output = ranks(world, bfloat16_loss, script, {old: new})
+            assert codes == [1] * world and "is off by" in output, (new, output)
+
+
+# --------------------------------------------------------------------------------------------------
+# Shapes that have gone wrong
+# --------------------------------------------------------------------------------------------------
+
+
+def passes(ranks, script, *options, world=2):
+    argv = [*options, "--timeout", "60"]
+    codes, output = ranks(world, mutants.run_script, script, changed(script), argv)
+    assert codes == [0] * world and "\nPASS correctness" in output, output
+
+
+@pytest.mark.parametrize("script", STRATEGIES)
+def test_what_is_changed_above_passes_unchanged(ranks, script):
+    passes(ranks, script, *ranks.small)
+
+
+@pytest.mark.parametrize("script", STRATEGIES[:3])
+@pytest.mark.parametrize("heads,world", [(4, 3), (7, 5)])
+def test_query_heads_of_one_kv_head_that_the_ranks_do_not_divide(ranks, script, heads, world):
+    shape = {"num_attention_heads": heads, "num_key_value_heads": 1, "hidden_size": 4 * heads}
+    model = saved(ranks, f"heads_{heads}", shape)
+    passes(ranks, script, "--model", model, "--length", "9", "--dtype", "float64", world=world)
+
+
+@pytest.mark.parametrize("script", STRATEGIES)
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("length", ["2", "3"])
+def test_the_smallest_shapes(ranks, script, dtype, length):
+    """--length 2 was a false alarm: gradients that are zero by construction, noise over noise."""
+    model = saved(ranks, "one_layer", {"num_hidden_layers": 1, "num_key_value_heads": 1})
+    shape = ["--model", model, "--length", length, "--batch", "1", "--dtype", dtype]
+    world = 1 if length == "3" or script == "pp.py" else 2  # one layer: one stage
+    passes(ranks, script, *shape, world=world)
+
+
+def saved(ranks, name, config):
+    """A directory with a config.json."""
+    folder = ranks.folder / name
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(mutants.SMALL | config))
+    return str(folder)
+
+
+# --------------------------------------------------------------------------------------------------
+# What stays in memory
+# --------------------------------------------------------------------------------------------------
+
+
+def alive(script):
+    """Tensors of floating-point numbers in this process, by their storage."""
+    tensors = [x for x in gc.get_objects() if issubclass(type(x), script.torch.Tensor)]
+    return {x.untyped_storage()._cdata: x for x in tensors if x.is_floating_point()}
+
+
+def only_its_own(script, put, argv):
+    """No tensor but the rank's own is alive, nor kept by a reference cycle."""
+    script = load(script, put)
+    args = script.parse(argv)
+    group = script.start(args)
+    gc.collect()
+    gc.disable()
+    before = set(alive(script))
+
+    def look(when, model=None):
+        own = [*model.parameters(), *model.buffers()] if model else []
+        known = before | {x.untyped_storage()._cdata for x in own}
+        others, end = [...], time.time() + 5
+        while others and time.time() < end:  # gloo's threads let go of a message a moment later
+            others = [tuple(x.shape) for key, x in alive(script).items() if key not in known]
+        assert not others, f"{when} alive: {others}"
+
+    model = script.make_parallel(script.load_model(args), group, args)
+    look("after make_parallel", model)
+    with script.Meter() as meter:  # it sees what no Python object holds, too
+        weights = meter.now
+        script.train_step(model, *script.proof_batch(args, group), group, args)
+        script.sgd(model, 0.0)
+        look("after a step", model)
+        assert meter.now == weights, f"after a step alive: {meter.now - weights} bytes"
+    del model
+    look("after the model")
+
+
+CYCLE = "    module.forward = partial(forward, module.forward)\n"
+WRAP = '    module.__class__ = type(kind.__name__, (kind,), {"forward": wrapped})\n'
+
+
+@pytest.mark.parametrize("script", STRATEGIES)
+@pytest.mark.parametrize("options", [[], ["--recompute", "none"]], ids=["block", "none"])
+def test_a_rank_holds_its_own_weights_and_nothing_else(ranks, script, options):
+    argv = [*ranks.small, *options]
+    codes, output = ranks(2, only_its_own, script, {}, argv)
+    assert codes == [0, 0], output
+    if not options:
+        codes, output = ranks(2, only_its_own, script, {WRAP: CYCLE}, argv)
+        assert 1 in codes and "alive" in output, output
