@@ -1,8 +1,8 @@
-"""Several ranks on one GPU, for the proofs: NCCL refuses that, so messages go through the host, over gloo.
+"""Several ranks on one GPU, for the proofs: NCCL refuses that, so messages go through the host.
 
     torchrun --nproc_per_node=2 results/one_gpu.py tp.py [its options]
 
-The ranks, their arithmetic on the GPU and what they say to one another are real; times mean nothing.
+The ranks, their arithmetic on the GPU and what they send are real; times mean nothing.
 """
 
 import os
@@ -28,7 +28,7 @@ class Message:
 
 
 def through_the_host(function):
-    """A function of torch.distributed whose results are its first argument, on copies in host memory."""
+    """A function of torch.distributed whose first argument is its result, on copies on the host."""
 
     def call(results, *args, **options):
         def arrive():
@@ -52,7 +52,7 @@ def main():
     names = ["all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor"]
     for name in [*names, "all_to_all_single", "isend", "irecv"]:
         setattr(dist, name, through_the_host(getattr(dist, name)))
-    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # each rank takes the one GPU for its own
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # each has the one GPU for its own
     sys.argv = sys.argv[1:]
     if not sys.argv or not os.path.exists(sys.argv[0]):
         if os.environ.get("RANK", "0") == "0":
