@@ -8,8 +8,9 @@ from conftest import ROOT
 pytestmark = pytest.mark.slow
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-HANGS = 600  # seconds for a cell: long past the two minutes that a notebook takes on a quiet machine
-OF_A_MACHINE = re.compile(r"/(home|root|tmp|work|Users|private|var)/|[A-Z]:\\\\")  # a path nobody else has
+HANGS = 600  # seconds for a cell: a notebook takes two minutes on a quiet machine
+# A path that nobody else has
+OF_A_MACHINE = re.compile(r"/(home|root|tmp|work|Users|private|var)/|[A-Z]:\\\\")
 
 
 def read(path):
@@ -23,7 +24,8 @@ def read(path):
 
 def outputs(notebook):
     """All outputs of a notebook's code cells."""
-    return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    return [output for cell in code for output in cell.outputs]
 
 
 def pictures(notebook):
@@ -35,7 +37,7 @@ def pictures(notebook):
 
 
 def problems(notebook):
-    """What a reader should not meet: errors, warnings, paths of a machine, cells that ran out of order."""
+    """What no reader should meet: errors, warnings, a machine's paths, cells run out of order."""
     found = []
     for output in outputs(notebook):
         text = output.get("text", "") + str(output.get("data", {}).get("text/plain", ""))
@@ -43,7 +45,8 @@ def problems(notebook):
             found.append(f"error: {output.evalue}")
         if output.get("name") == "stderr":
             found.append(f"on stderr: {text}")
-        found += [f"a path of a machine: {line}" for line in text.splitlines() if OF_A_MACHINE.search(line)]
+        paths = [line for line in text.splitlines() if OF_A_MACHINE.search(line)]
+        found += [f"a path of a machine: {line}" for line in paths]
     counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
     if counts != list(range(1, len(counts) + 1)):
         found.append(f"not run once from top to bottom: {counts}")
@@ -58,7 +61,7 @@ def test_all_seven_are_there():
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_committed(path):
-    """Outputs and pictures are there, nothing in them belongs to one machine, and the source names none."""
+    """Outputs and pictures are there, and neither they nor the source belong to one machine."""
     notebook = read(path)
     assert problems(notebook) == []
     assert sum(pictures(notebook)) >= 3
@@ -94,8 +97,9 @@ def test_a_bad_notebook_is_seen():
         nbf.new_output("error", ename="ValueError", evalue="no", traceback=[]),
         nbf.new_output("stream", name="stderr", text="FutureWarning: soon"),
         nbf.new_output("stream", name="stdout", text="wrote /tmp/x/results.json"),
-        nbf.new_output("execute_result", {"text/plain": "PosixPath('/home/me/x')"}, execution_count=1),
+        nbf.new_output("execute_result", {"text/plain": "Path('/home/me/x')"}, execution_count=1),
     ]
-    for output, count, expected in [(good, 1, 0), (good, 2, 1), *((output, 1, 1) for output in bad)]:
+    cases = [(good, 1, 0), (good, 2, 1), *((output, 1, 1) for output in bad)]
+    for output, count, expected in cases:
         cell = nbf.new_code_cell("x", outputs=[output], execution_count=count)
         assert len(problems(nbf.new_notebook(cells=[cell]))) == expected
