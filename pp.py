@@ -288,6 +288,7 @@ class Pipeline:
             work.wait()
         results = self.results  # keep nothing until the next step; and finish knows the model,
         self.finish = self.sent = self.results = None  # which knows this engine: a reference cycle
+        self.ids = self.labels = None
         return results
 
     def forward(self, action, x):
