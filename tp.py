@@ -1139,6 +1139,12 @@ def run(args, group):
     return not failed
 
 
+def stop(*_):
+    """Ctrl-C: end here and now; an exception could be lost, or met by that of a peer's leaving."""
+    say("stopped")
+    os._exit(130)
+
+
 def main(argv=None):
     """Returns the exit status: 0 all held, 1 a check failed, 2 unusable arguments or model."""
     transformers.logging.set_verbosity_error()
@@ -1148,6 +1154,7 @@ def main(argv=None):
     # torch 2.13 renames all_gather_into_tensor and reduce_scatter_tensor; 2.11 knows only these
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     faulthandler.register(signal.SIGTERM, sys.__stderr__, chain=True)  # where did it hang?
+    before = signal.signal(signal.SIGINT, stop)
     try:
         args = parse(argv)
         if args.mode in OWN_MODES:
@@ -1159,10 +1166,8 @@ def main(argv=None):
         else:
             time.sleep(30)  # torchrun ends all ranks as soon as one goes: let rank 0 speak first
         return 2
-    except KeyboardInterrupt:
-        say("stopped")
-        return 130
     finally:
+        signal.signal(signal.SIGINT, before)
         faulthandler.unregister(signal.SIGTERM)
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -259,7 +259,7 @@ def test_interrupted(folder, number):
     pids = folder / "tp.pids"
     wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 2)
     job.send_signal(number)
-    _, said = job.communicate(timeout=10)
+    _, said = job.communicate(timeout=60)
     assert "the same command goes on from here" in said
     assert not alive(folder)
 
