@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
+import types
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -67,7 +68,7 @@ SOURCES = {  # the same kind of number, from elsewhere
 DROPS = {"float", "clone", "contiguous", "detach", "clamp", "masked_fill", "requires_grad_"}
 TENSORS = {*COLLECTIVES, "linear", "embedding", "apply", "sum", "exp_", "log", "cat", "stack"}
 TENSORS |= {"checkpoint", "inner", "token_loss", "float", "mul_", "div_", "flatten", "permute"}
-ROUNDED = "(lambda x: x.bfloat16().to(x.dtype) if x.is_floating_point() else x)({})"
+ROUND = "(lambda x: x.bfloat16().to(x.dtype) if x.is_floating_point() else x)"
 SIGNS = {  # of an operation, and of the one that it is changed to
     ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "//"), ast.Div: ("/", "*"),
     ast.FloorDiv: ("//", "*"), ast.Mod: ("%", "//"), ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"),
@@ -324,11 +325,11 @@ def changes(node, source, names):
         if called_one or isinstance(target, (ast.Attribute, ast.AugAssign)):
             yield node, f"if group.rank() == 0: {text(node)}"  # other ranks forget it
     if isinstance(node, ast.Return) and is_tensor(node.value):
-        yield node.value, ROUNDED.format(text(node.value))
+        yield node.value, f"{ROUND}({text(node.value)})"
         if "group" in names:  # right on one rank only
             yield node.value, f"(1 + group.rank()) * ({text(node.value)})"
     if isinstance(node, (ast.Assign, ast.AugAssign)) and is_tensor(node.value):
-        yield node.value, ROUNDED.format(text(node.value))
+        yield node.value, f"{ROUND}({text(node.value)})"
 
 
 def changed_call(node, source):
@@ -400,6 +401,8 @@ def mutants(script):
                         ast.parse(source.changed(part, new, within=top))
                         mutated = source.changed(part, new)
                         old, new = (" ".join(t.split()) for t in (source.text(part), new))
+                        new = new.replace(ROUND, "rounded")
+                        new = new.replace(old, "...") if len(old) > 20 else new
                         name = f"{script}:{where}: {old} -> {new}"
                         counts[name] += 1
                         name += f" (no. {counts[name]})" if counts[name] > 1 else ""
@@ -428,8 +431,9 @@ def first_line(node):
 def run_script(script, source, argv):
     """What `python SCRIPT ARGV` does, with another source."""
     sys.argv = [str(ROOT / script), *argv]
-    main = {"__name__": "__main__", "__file__": sys.argv[0]}
-    exec(compile(source, sys.argv[0], "exec"), main)
+    main = sys.modules["__main__"] = types.ModuleType("__main__")  # pickle looks there
+    main.__file__ = sys.argv[0]
+    exec(compile(source, sys.argv[0], "exec"), vars(main))
 
 
 def be_rank(rank, world, port, life, output):

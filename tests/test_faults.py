@@ -62,7 +62,6 @@ def test_a_fault_ends_the_job_and_is_shown(ranks, kind, where, script, tmp_path)
 
 FULL = [
     (["tp.py", "--length", "64"], "--json", "PASS correctness"),
-    (["pp.py", "--mode", "schedule"], "--json", "PASS schedule"),
     (["sp_layout_sim.py"], "--plot", "PASS"),
     (["labs/lab2_megatron_layers.py"], "--plot", "PASS lab2"),
     (
