@@ -22,7 +22,8 @@ axis of its own, ranks with the same weights and other tokens; tp x cp ranks do 
 
     python sp_layout_sim.py
     python sp_layout_sim.py --tp 4 --seq 14 --layout cp
-    python sp_layout_sim.py --tp-mode all_reduce --plot tp.png --json tp.json
+    python sp_layout_sim.py --tp-mode all_reduce --json tp.json
+    python results/plot.py tp.json                      # draws the attention block of that run
     python sp_layout_sim.py --break forgot_reduction    # see it caught; --break list names them all
 """
 
@@ -42,7 +43,6 @@ DIFFERENCES = 1e-6  # the same for finite differences, which lose half of the di
 DROPOUT = 0.5  # high, so that a wrong mask shows in a few numbers
 BF16, MASK, LSE = 2, 1, 4  # bytes of a number on a GPU; softmax's log-sum-exp is float32
 LARGEST = 1 << 22  # numbers in a tensor; with more a laptop would need minutes
-COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999"]
 
 
 # 2. Communication. A tensor on P ranks is a list of P arrays, and only exchange carries them over,
@@ -472,6 +472,19 @@ def expected_sent(layout, args):
     return {what: sums for what, sums in sent.items() if sums[0]}
 
 
+def moves(layout):
+    """{step: (what moves a tensor there, what moves its gradient back)}; --break changes them."""
+    enter, enter_backward, leave, leave_backward = (f.__name__ for f in BOUNDARY[layout])
+    found = dict.fromkeys(["enter attention", "enter mlp"], (enter, enter_backward))
+    found |= dict.fromkeys(["leave attention", "leave mlp"], (leave, leave_backward))
+    if ATTENTION[layout] == "all_to_all":
+        found["qkv of heads"] = "3 all_to_all", "3 all_to_all"
+        found["attention"] = "1 all_to_all", "1 all_to_all"
+    if ATTENTION[layout] == "ring":
+        found["attention"] = "P - 1 send", "2 P - 1 send"
+    return found
+
+
 def error(arrays, full, how):
     """The largest ||a - b|| / ||full|| of the ranks, b: what lies there if full is as how says."""
     if how == "partial sum":
@@ -498,6 +511,7 @@ def compare(step, layout, v, g, values, gradients):
         "one_device": float(full.flat[0]),
         # A boundary that this layout does not have moves nothing, and is not shown.
         "shown": step not in SAME or lies(step, layout) != lies(SAME[step], layout),
+        "moved_by": moves(layout).get(step),
     }
 
 
@@ -592,7 +606,7 @@ def plant(bug, W, P):
         module["merge"] = lambda out, lse, out2, lse2: (out + out2, np.logaddexp(lse, lse2))
 
 
-# 8. Report and picture
+# 8. Report
 # --------------------------------------------------------------------------------------------------
 
 
@@ -603,17 +617,6 @@ def say_table(rows):
     print("", *("  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in cells), sep="\n")
 
 
-def moves(layout):
-    """{step: (what moves a tensor there, what moves its gradient back)}; --break changes them."""
-    enter, enter_backward, leave, leave_backward = (f.__name__ for f in BOUNDARY[layout])
-    found = dict.fromkeys(["enter attention", "enter mlp"], (enter, enter_backward))
-    found |= dict.fromkeys(["leave attention", "leave mlp"], (leave, leave_backward))
-    if ATTENTION[layout] == "all_to_all":
-        found["qkv of heads"] = "3 all_to_all", "3 all_to_all"
-        found["attention"] = "1 all_to_all", "1 all_to_all"
-    return found
-
-
 def report_steps(results, args, hold):
     """The walk through the block, a line a step."""
     some = range(args.tp) if args.tp <= 4 else (0, 1, args.tp - 1)
@@ -622,8 +625,8 @@ def report_steps(results, args, hold):
     for name, step in results["layouts"][args.layout]["steps"].items():
         if not step["shown"]:
             continue
-        if name in moves(args.layout):
-            move, conjugate = moves(args.layout)[name]
+        if step["moved_by"]:
+            move, conjugate = step["moved_by"]
             rows.append([f"  v {move}", *[""] * (len(some) + 3), f"^ {conjugate}", ""])
         slices = [step["slices"][r] for r in some]
         rows.append([name, step["holds"], *slices, step["shapes"][0], step["error"]])
@@ -714,54 +717,6 @@ partial sum: all of it, but only the sum over the ranks is right.""")
     print(f"\n{verdict}")
 
 
-def picture_columns(args):
-    """The attention block: (title, how it lies, who made what each rank has), a column a step."""
-    P, layout, columns, before = args.tp, args.layout, [], None
-    steps = ["norm 1", "enter attention", "qkv", "qkv of heads", "attention of heads", "attention"]
-    for step in [*steps, "o", "leave attention"]:
-        how, move = lies(step, layout)[0], moves(layout).get(step, ["nothing"])[0]
-        made = np.full((P, args.seq, args.heads), np.nan)  # NaN: not on this rank
-        for r in range(P):
-            tokens = slice(*split(args.seq, r, P)) if how == "tokens" else slice(None)
-            heads = slice(*split(args.heads, r, P)) if how == "heads" else slice(None)
-            made[r, tokens, heads] = P if how == "replicated" else r
-        if "all_gather" in move or "all_to_all" in move:  # a piece from each rank
-            made = np.where(np.isnan(made), np.nan, np.fmax.reduce(before))
-        if step not in SAME or how != lies(SAME[step], layout)[0]:
-            columns.append((step if move == "nothing" else f"{move} \u2192\n{step}", how, made))
-        if step == "qkv" and ATTENTION[layout] == "ring":
-            for i in range(1, P):
-                columns.append((f"send {i} \u2192\nkeys, values", how, np.roll(made, i, 0)))
-        before = made
-    return columns
-
-
-def draw(args, path):
-    """A row a rank, a column a step; in each frame tokens downwards and features to the right."""
-    from matplotlib.colors import ListedColormap  # here: it takes longer to load than all the rest
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    P, columns, colours = args.tp, picture_columns(args), [*COLOURS[: args.tp], "#DDDDDD"]
-    figure = Figure(figsize=(1 + 1.4 * len(columns), 2 + 1.2 * P), layout="constrained")
-    axes = figure.subplots(P, len(columns), squeeze=False)
-    for (title, how, images), column in zip(columns, axes.T):
-        column[0].set_title(title, fontsize=9)
-        column[-1].set_xlabel("features", fontsize=8)
-        look = {"vmin": 0, "vmax": P, "alpha": 0.5 if how == "partial sum" else 1}
-        for r, axis in enumerate(column):
-            axis.imshow(images[r], ListedColormap(colours), aspect="auto", **look)
-            axis.set(xticks=[], yticks=[])
-            axes[r, 0].set_ylabel(f"rank {r}\ntokens", fontsize=9)
-    labels = [*(f"made by rank {r}" for r in range(P)), "replicated"]
-    keys = [Patch(facecolor=colour, label=label) for colour, label in zip(colours, labels)]
-    keys.append(Patch(facecolor=colours[0], alpha=0.5, label="pale: a partial sum"))
-    figure.legend(handles=keys, loc="outside lower center", ncols=4, fontsize=9, frameon=False)
-    holds = f"should hold; with the bug {args.bug}" if args.bug else "holds in the attention block"
-    figure.suptitle(f"--layout {args.layout} --tp {P}: what each rank {holds}", fontsize=11)
-    figure.savefig(path, dpi=120, format=args.plot[-3:])
-
-
 # 9. Command line
 # --------------------------------------------------------------------------------------------------
 
@@ -779,15 +734,13 @@ class Parser(argparse.ArgumentParser):
         raise Unusable(message)
 
 
-def write_file(path, write):
-    """Have write(a draft) make the file, then name it path: all of it or nothing."""
-    try:
-        with tempfile.TemporaryDirectory(dir=Path(path).absolute().parent) as folder:
-            draft = Path(folder, "draft")
-            write(draft)
-            draft.replace(path)
-    except OSError as problem:  # a full disk, say
-        raise Unusable(f"cannot write {path}: {problem}") from None
+# Copied from tp.py
+def write_whole(path, write):
+    """Have write(another path) make the file, then name it path: whole or not at all."""
+    with tempfile.TemporaryDirectory(dir=Path(path).absolute().parent) as folder:
+        draft = Path(folder, "draft")
+        write(draft)
+        draft.replace(path)
 
 
 def parse(argv):
@@ -802,8 +755,7 @@ def parse(argv):
     add("--hidden", type=int, default=16, help="features of a token (16)")
     add("--heads", type=int, default=4, help="attention heads (4)")
     add("--ffn", type=int, default=64, help="features inside the MLP (64)")
-    add("--json", metavar="FILE", help="write the results")
-    add("--plot", metavar="FILE", help="draw the layout")
+    add("--json", metavar="FILE", help="write the results; results/plot.py draws the layout")
     add("--break", dest="bug", choices=[*BREAKS, "list"], help="a bug to see caught; list: all")
     args = parser.parse_args(argv)
     args.layout = layout = TP_MODES.get(args.tp_mode, args.layout)
@@ -812,7 +764,6 @@ def parse(argv):
         raise Unusable("--tp, --batch, --seq, --hidden, --heads and --ffn must be at least 1")
     largest = max(b * s * max(heads * s, f, 3 * h), h * max(f, 3 * h))
     broken = BREAKS.get(args.bug, layout).split(":")[0]
-    picture = (args.plot or ".png")[-4:]
     would = f"--tp {heads} would do, or more --heads, or --layout cp"
     for unusable, message in [
         (h % heads, f"--hidden {h} must be a multiple of --heads {heads}"),
@@ -822,8 +773,6 @@ def parse(argv):
         (f < P, f"--ffn {f} leaves some of {P} ranks without a feature; {P} would do"),
         (P > 64, f"--tp {P} is too much for one process; 64 would do"),
         (largest > LARGEST, f"a tensor of {largest:,} numbers is too large; {LARGEST:,} would do"),
-        (picture not in (".png", ".pdf", ".svg"), f"--plot {args.plot}: not a .png, .pdf or .svg"),
-        (args.plot and P > 8, f"--plot has colours for 8 ranks, not for {P}"),
         (layout not in broken.split(", "), f"--break {args.bug} breaks {broken}, not {layout}"),
         (args.bug in BREAKS and P == 1, "--break needs at least --tp 2: 1 rank sends nothing"),
     ]:
@@ -872,10 +821,10 @@ def main(argv=None):
         if args.json:
             results = json.loads(json.dumps(results), parse_constant=lambda name: None)  # no NaN
             text = json.dumps(results, indent=1) + "\n"
-            write_file(args.json, lambda draft: draft.write_text(text))
-        if args.plot:
-            write_file(args.plot, lambda draft: draw(args, draft))
-    except (Unusable, ImportError) as problem:  # ImportError: --plot alone needs matplotlib
+            write_whole(args.json, lambda draft: draft.write_text(text))
+    except (Unusable, OSError) as problem:
+        if isinstance(problem, OSError):  # a full disk, say
+            problem = f"cannot write {args.json}: {problem.strerror}"
         print(f"error: {problem}", file=sys.stderr)
         return 2
     return 0 if results["passed"] else 1

@@ -1,4 +1,4 @@
-"""Draws what `--json` of tp.py, sp_megatron.py, sp_ulysses.py and pp.py wrote.
+"""Draws what `--json` of the four strategy scripts and of sp_layout_sim.py wrote.
 
     torchrun --nproc_per_node=2 tp.py --mode all --json tp.json
     python results/plot.py tp.json              # draws tp.png
@@ -6,7 +6,8 @@
 
 A panel for each mode that ran: the errors of correctness tensor by tensor, the learning curves, the
 traffic measured beside the expected, and of pp.py the timeline: measured in benchmark mode, or
-simulated (`python pp.py --mode schedule --stages 4 --json schedule.json`).
+simulated (`python pp.py --mode schedule --stages 4 --json schedule.json`). Of sp_layout_sim.py the
+attention block of its --layout: what each rank holds, step by step, and who made it.
 """
 
 import argparse
@@ -15,12 +16,15 @@ import math
 import os
 from pathlib import Path
 
+import numpy as np
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 BLUE, ORANGE, GREEN, PINK = "#0072B2", "#E69F00", "#009E73", "#CC79A7"  # for the colour-blind too
 SKY, RED, GREY = "#56B4E9", "#D55E00", "#777777"
+RANKS = [BLUE, ORANGE, GREEN, PINK, SKY, RED, "#F0E442", "#999999"]
 KINDS = {"shard": ("v", GREY), "logits": ("^", PINK), "loss": ("D", ORANGE), "grad": ("o", BLUE)}
 KINDS |= {"grad_norm": ("P", "black"), "weight": ("s", GREEN)}  # of tensors: marker, colour
 ACTIONS = {"F": ("forward", SKY, ""), "B": ("backward", ORANGE, "//")}  # meaning, colour, hatch
@@ -136,11 +140,64 @@ def draw_timeline(axis, result, simulated):
     axis.set_title(f"{title}, bubble {result['bubble']:.1%}{formula}", loc="left")
 
 
+def layout_columns(results):
+    """The attention block: (title, how it lies, who made what each rank has), a column a step."""
+    run, P, columns, before = results["layouts"][results["layout"]], results["tp"], [], None
+    names = ["norm 1", "enter attention", "qkv", "qkv of heads", "attention of heads", "attention"]
+    for name in [*names, "o", "leave attention"]:
+        step = run["steps"][name]
+        how, move = step["holds"], (step["moved_by"] or ["nothing"])[0]
+        made = np.full((P, results["seq"], results["heads"]), np.nan)  # NaN: not on this rank
+        for r, ends in enumerate(step["slices"]):
+            part = slice(None) if ends == "all" else slice(*map(int, ends.split(":")))
+            where = (slice(None), part) if how == "heads" else part
+            made[r][where] = P if how == "replicated" else r
+        if move.endswith(("all_gather", "all_to_all")):  # a piece from each rank
+            made = np.where(np.isnan(made), np.nan, np.fmax.reduce(before))
+        if name == "attention" and move.endswith("send"):  # round the ring, before attention
+            for i in range(1, P):
+                columns.append((f"send {i} \u2192\nkeys, values", how, np.roll(made, i, 0)))
+            move = "nothing"
+        moved_only = name.startswith(("enter", "leave"))  # TP's way into a block moves nothing
+        if step["shown"] and not (moved_only and how == columns[-1][1]):
+            columns.append((name if move == "nothing" else f"{move} \u2192\n{name}", how, made))
+        before = made
+    return columns
+
+
+def draw_layout(results):
+    """A row a rank, a column a step; in each frame tokens downwards and features to the right."""
+    P, columns = results["tp"], layout_columns(results)
+    if len(RANKS) < P:
+        raise ValueError(f"colours are for {len(RANKS)} ranks, not for {P}")
+    colours = [*RANKS[:P], "#DDDDDD"]
+    figure = Figure(figsize=(1 + 1.4 * len(columns), 2 + 1.2 * P), layout="constrained")
+    axes = figure.subplots(P, len(columns), squeeze=False)
+    for (title, how, images), column in zip(columns, axes.T):
+        column[0].set_title(title, fontsize=9)
+        column[-1].set_xlabel("features", fontsize=8)
+        look = {"vmin": 0, "vmax": P, "alpha": 0.5 if how == "partial sum" else 1}
+        for r, axis in enumerate(column):
+            axis.imshow(images[r], ListedColormap(colours), aspect="auto", **look)
+            axis.set(xticks=[], yticks=[])
+            axes[r, 0].set_ylabel(f"rank {r}\ntokens", fontsize=9)
+    labels = [*(f"made by rank {r}" for r in range(P)), "replicated"]
+    keys = [Patch(facecolor=colour, label=label) for colour, label in zip(colours, labels)]
+    keys.append(Patch(facecolor=colours[0], alpha=0.5, label="pale: a partial sum"))
+    figure.legend(handles=keys, loc="outside lower center", ncols=4, fontsize=9, frameon=False)
+    bug, layout = results["bug"], f"--layout {results['layout']} --tp {P}"
+    holds = f"should hold; with the bug {bug}" if bug else "holds in the attention block"
+    figure.suptitle(f"{layout}: what each rank {holds}", fontsize=11)
+    return figure
+
+
 PANELS = {"correctness": draw_errors, "learning": draw_losses, "benchmark": draw_traffic}
 
 
 def picture(results):
     """The matplotlib Figure of one run's JSON; LookupError or the like where it is none."""
+    if "layouts" in results:
+        return draw_layout(results)
     simulated = "timeline" in results
     world = results["ranks" if simulated else "world_size"]
     panels = [mode for mode in PANELS if mode in results]
@@ -166,7 +223,7 @@ def picture(results):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description="Draws what --json of a strategy's script wrote.")
+    parser = argparse.ArgumentParser(description="Draws what --json of a script wrote.")
     parser.add_argument("run", metavar="RUN.json", type=Path)
     parser.add_argument("-o", metavar="PNG", type=Path, help="the picture (default: RUN.png)")
     parser.error = lambda message: parser.exit(2, f"error: {message}\n")
@@ -182,9 +239,7 @@ def main(argv=None):
     except OSError as problem:
         parser.error(f"{problem.strerror}: {str(problem.filename).partition('.draft')[0]}")
     except (LookupError, TypeError, ValueError, AttributeError) as problem:
-        parser.error(
-            f"{args.run} is not what --json of a strategy's script wrote: {repr(problem)[:70]}"
-        )
+        parser.error(f"{args.run} is not what --json of a script wrote: {repr(problem)[:70]}")
     finally:
         if os.path.exists(draft):
             os.remove(draft)

@@ -62,7 +62,7 @@ def test_a_fault_ends_the_job_and_is_shown(ranks, kind, where, script, tmp_path)
 
 FULL = [
     (["tp.py", "--length", "64"], "--json", "PASS correctness"),
-    (["sp_layout_sim.py"], "--plot", "PASS"),
+    (["sp_layout_sim.py"], "--json", "PASS"),
     (["labs/lab2_megatron_layers.py"], "--plot", "PASS lab2"),
     (
         ["oom_search.py", "--strategy", "tp", "--nproc", "1", "--memory-gib", "8"],
