@@ -612,24 +612,14 @@ def whole(tensor):
 
 
 # Copied from tp.py
-def grad_norm(model, group=None):
+def grad_norm(model, group):
     """Norm of the gradient of the whole model: what several ranks hold (replicas) counts once."""
     total = torch.zeros((), dtype=torch.float64)
     for p in model.parameters():
         norm = torch.linalg.vector_norm(whole(p.grad), dtype=torch.float64)
         total += norm.square().cpu() / getattr(p, "replicas", 1)
-    if group is not None:
-        dist.all_reduce(total, group=group)
+    dist.all_reduce(total, group=group)
     return total.sqrt()
-
-
-# Copied from tp.py
-@torch.no_grad()
-def sgd(model, lr):
-    """Plain SGD: Adam would hide a gradient that is too large by a factor."""
-    for p in model.parameters():
-        p.sub_(p.grad, alpha=lr)
-        p.grad = None
 
 
 def local_logits(model, ids, group, args):
@@ -927,6 +917,12 @@ def reference_step(model, ids, labels, backward=True):
     return loss.detach()
 
 
+def sgd(model, lr):
+    """Plain SGD: Adam would hide a gradient that is too large by a factor."""
+    torch.optim.SGD(model.parameters(), lr, foreach=False).step()
+    model.zero_grad()
+
+
 def observe(model, batch, args, group=None):
     """Two steps of SGD: {(kind, name): tensor}, all that correctness compares, as it is computed.
 
@@ -973,7 +969,10 @@ def observe(model, batch, args, group=None):
         inputs = torch.cat([x.grad for x in embedded])[:, : end - start]  # without SP's padding
         inputs.shard, inputs.replicas = (1, start, end), replicas
         see("grad", "inputs_embeds", inputs, inputs)
-    norm = grad_norm(model, group)
+    if group is None:
+        norm = torch.stack([p.grad.double().norm() for p in model.parameters()]).norm()
+    else:
+        norm = grad_norm(model, group)
     see("grad_norm", "grad_norm", norm)
     lr = 0.05 * loss.item() / (norm.item() ** 2 or 1.0)  # a straight line would fall by 5%
     sgd(model, lr)

@@ -238,7 +238,7 @@ def keep(parameter, dim, start, end, replicas=1):
 
     `shard` says which slice of the full tensor it is, `replicas` how many ranks hold that slice.
     """
-    kept = nn.Parameter(parameter.detach().narrow(dim, start, end - start).clone())
+    kept = nn.Parameter(parameter.narrow(dim, start, end - start).clone())
     kept.shard, kept.replicas = (dim, start, end), replicas
     return kept
 

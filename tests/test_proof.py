@@ -103,6 +103,11 @@ SABOTAGES = [  # what is wrong, in which scripts, {the right text: the wrong one
         STRATEGIES,
         {CUT: "    model.model.embed_tokens.padding_idx = None\n" + CUT},
     ),
+    (
+        "the gradient norm is of one tensor",
+        STRATEGIES,
+        {"        total += norm.square()": "        total = norm.square()"},
+    ),
     ("no MLP is sharded", ["tp.py"], MLP | {"parallel_block(mlp, group)": "pass"}),
     ("no MLP is sharded", ["sp_megatron.py"], MLP | {"parallel_block(mlp, group)": SUMMED}),
     ("a shard keeps the full matrix", TP, {"start, end - start).clone()": "start, end - start)"}),
