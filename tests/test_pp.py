@@ -4,23 +4,14 @@ from collections import Counter
 
 import pytest
 from conftest import python
-from test_strategies import KINDS, SHAPES, shape
+from test_strategies import CHUNK, KINDS, SHAPES, shape
 
 SCHEDULES = ["afab", "1f1b", "interleaved", "zb"]
 
 
 def step(schedule, microbatches, dtype):
-    return [
-        "pp.py",
-        "--schedule",
-        schedule,
-        "--microbatches",
-        microbatches,
-        "--dtype",
-        dtype,
-        "--length",
-        "64",
-    ]
+    options = f"--schedule {schedule} --microbatches {microbatches} --dtype {dtype} --length 64"
+    return ["pp.py", *options.split()]
 
 
 def all_modes(schedule, microbatches, dtype):
@@ -29,29 +20,21 @@ def all_modes(schedule, microbatches, dtype):
 
 def shaped(schedule, name):
     """LLaMA as it comes, in microbatches of unequal size: 5 sequences in 3."""
-    options = ["--batch", "5", "--microbatches", "3", "--length", "37", "--attn", "eager"]
-    return [
-        "pp.py",
-        "--model",
-        shape(name),
-        "--schedule",
-        schedule,
-        "--virtual-stages",
-        "1",
-        *options,
-    ]
+    options = f"--schedule {schedule} --virtual-stages 1 --length 37 --attn eager"
+    return ["pp.py", "--model", shape(name), *f"{options} --batch 5 --microbatches 3".split()]
 
 
 PLAIN = {
     "full": ["--loss", "full", "--recompute", "none"],
-    "chunks": ["--length", "37", "--batch", "240", "--microbatches", "4"],
+    "chunks": ["--length", "37", "--batch", "12", "--microbatches", "4"],
     "tiles": ["--length", "64", "--recompute", "offload", "--tile", "7"],
 }
 
 
 def plain(name):
     """No recomputation and the loss in one piece, several chunks of it, tiles."""
-    return ["pp.py", *PLAIN[name], "--schedule", "zb"]
+    chunk = [CHUNK] if name == "chunks" else []
+    return [*chunk, "pp.py", *PLAIN[name], "--schedule", "zb"]
 
 
 def in_flight(schedule, microbatches):
@@ -59,18 +42,8 @@ def in_flight(schedule, microbatches):
 
 
 def by_torch(schedule):
-    return [
-        "pp.py",
-        "--torch",
-        "--mode",
-        "all",
-        "--schedule",
-        schedule,
-        "--length",
-        "64",
-        "--bench-iters",
-        "1",
-    ]
+    options = f"--torch --mode all --schedule {schedule} --length 64 --bench-iters 1"
+    return ["pp.py", *options.split()]
 
 
 def simulated(schedule):
@@ -90,10 +63,7 @@ BAD = [
         "8 layers cannot fill 9 stages, 9 on each of 1 ranks",
     ),
     (["--schedule", "zb", "--torch"], "--torch runs --schedule afab and 1f1b"),
-    (
-        ["--mode", "schedule", "--stages", "0"],
-        "--stages 0 is too small; 1 would do",
-    ),
+    (["--mode", "schedule", "--stages", "0"], "--stages 0 is too small; 1 would do"),
 ]
 
 

@@ -86,11 +86,7 @@ SABOTAGES = [  # what is wrong, in which scripts, {the right text: the wrong one
             "logits.shape[-1] - 1)",
         },
     ),
-    (
-        "each rank's last row is not looked up",
-        TP,
-        {"(ids >= self.end)": "(ids >= self.end - 1)"},
-    ),
+    ("each rank's last row is not looked up", TP, {"(ids >= self.end)": "(ids >= self.end - 1)"}),
     (
         "each rank's last row is no target",
         TP,

@@ -22,10 +22,9 @@ SCRIPTS |= {name: [f"{name}.py"] for name in ("sp_megatron", "sp_ulysses")}
 MANUAL = ["tp", "sp_megatron", "sp_ulysses"]
 KINDS = {"shard": 74, "logits": 1, "loss": 2, "grad": 75, "grad_norm": 1, "weight": 74}
 # LLaMA as it really comes. 2, 3 and 4 divide none of vocabulary 101, length 37, intermediate 46.
-SHAPES = {
-    f"kv{kv}": {"num_key_value_heads": kv, "tie_word_embeddings": kv % 2 == 0}
-    for kv in (1, 2, 3, 4)
-}
+SHAPES = {}
+for kv in (1, 2, 3, 4):
+    SHAPES[f"kv{kv}"] = {"num_key_value_heads": kv, "tie_word_embeddings": kv % 2 == 0}
 SHAPES |= {
     "bias": {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True, "pad_token_id": 7},
     "bias_kv1": {"num_key_value_heads": 1, "attention_bias": True, "tie_word_embeddings": True},
@@ -44,13 +43,9 @@ VARIANTS = {
     "kv1": ["--attn", "eager", "--loss", "full"],
     "bias": ["--batch", "3", "--recompute", "none"],
 }
-FAST = {(2, name) for name in SHAPES} | {
-    (3, "kv2"),
-    (3, "kv3"),
-    (3, "bias_kv1"),
-    (4, "kv1"),
-    (4, "kv3"),
-}
+FAST = {(2, name) for name in SHAPES} | {(3, "kv2"), (3, "kv3"), (3, "bias_kv1")}
+FAST |= {(4, "kv1"), (4, "kv3")}
+CHUNK = "LOSS_CHUNK=15"  # so that a short sequence takes several chunks
 FOLDER = ROOT / "tests" / ".shapes"
 
 
@@ -63,9 +58,7 @@ def shape(name):
     )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     text, file = config.to_json_string(), folder / "config.json"
-    if (
-        not file.exists() or file.read_text() != text
-    ):  # several workers may write it: whole or not at all
+    if not file.exists() or file.read_text() != text:  # several workers may: whole or not at all
         draft = folder / f"config.{os.getpid()}"
         draft.write_text(text)
         draft.replace(file)
@@ -74,17 +67,8 @@ def shape(name):
 
 def all_modes(script, dtype):
     length = "128" if dtype == "bfloat16" else "64"  # its errors differ less over more tokens
-    return [
-        *SCRIPTS[script],
-        "--mode",
-        "all",
-        "--dtype",
-        dtype,
-        "--length",
-        length,
-        "--bench-iters",
-        "1",
-    ]
+    options = f"--mode all --dtype {dtype} --length {length} --bench-iters 1"
+    return [*SCRIPTS[script], *options.split()]
 
 
 def bfloat16(script):
@@ -92,7 +76,7 @@ def bfloat16(script):
 
 
 def exact(script):
-    return [*SCRIPTS[script], "--dtype", "float64"]
+    return [*SCRIPTS[script], "--dtype", "float64", "--length", "64"]
 
 
 def again(script):
@@ -105,51 +89,27 @@ def shaped(script, name):
 
 def traffic(script, name):
     """A benchmark whose loss takes several chunks, at a length that no number of ranks divides."""
-    return [
-        *SCRIPTS[script],
-        "--model",
-        shape(name),
-        "--mode",
-        "benchmark",
-        "--length",
-        "37",
-        "--batch",
-        "300",
-        "--bench-iters",
-        "1",
-    ]
+    options = "--mode benchmark --length 37 --bench-iters 1"
+    return [CHUNK, *SCRIPTS[script], "--model", shape(name), *options.split()]
 
 
 def chunked(script):
-    """A loss of several chunks, 2048 tokens a rank. DTensor cannot cut the odd sizes of shape()."""
-    size = (
-        ["--batch", "115"]
-        if script == "tp_dtensor"
-        else ["--batch", "300", "--model", shape("kv4")]
-    )
-    return [*SCRIPTS[script], "--length", "37", *size]
+    """A loss of several chunks. DTensor cannot cut the odd sizes of shape()."""
+    model = [] if script == "tp_dtensor" else ["--model", shape("kv4")]
+    return [CHUNK, *SCRIPTS[script], "--length", "37", *model]
 
 
 def tiled(script):
     """MLP and norms in tiles (not DTensor's), the last one shorter; inputs in the host's memory."""
     model = [] if script == "tp_dtensor" else ["--model", shape("kv4")]
-    options = ["--recompute", "offload", "--tile", "7", "--length", "64", "--bench-iters", "1"]
-    return [*SCRIPTS[script], *model, *options, "--dtype", "float64", "--mode", "all"]
+    options = "--recompute offload --tile 7 --length 64 --dtype float64"
+    return [*SCRIPTS[script], *model, *options.split()]
 
 
 def by_token(script):
     """A tile smaller than the batch: a token of each sequence at a time."""
-    return [
-        *SCRIPTS[script],
-        "--model",
-        shape("kv4"),
-        "--tile",
-        "1",
-        "--batch",
-        "3",
-        "--length",
-        "13",
-    ]
+    options = "--tile 1 --batch 3 --length 13"
+    return [*SCRIPTS[script], "--model", shape("kv4"), *options.split()]
 
 
 def commands(ranks):
@@ -272,8 +232,7 @@ def test_more_ranks(outcomes, ranks):
 
 
 @pytest.mark.parametrize(
-    "ranks,script,name",
-    [[p, s, n] for p in (2, 3) for s in MANUAL for n in ("kv1", "kv4")],
+    "ranks,script,name", [[p, s, n] for p in (2, 3) for s in MANUAL for n in ("kv1", "kv4")]
 )
 def test_traffic_is_as_the_formula_says(outcomes, ranks, script, name):
     outcome = outcomes(ranks, commands(ranks), traffic(script, name))
