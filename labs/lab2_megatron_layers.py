@@ -34,6 +34,7 @@ v.
 
     python labs/lab2_megatron_layers.py                       # checks and experiments, about 20 s
     python labs/lab2_megatron_layers.py --plot lab2.png --json lab2.json
+    python labs/lab2_megatron_layers.py --predict 4096        # first your guess, see the last lines
     python labs/lab2_megatron_layers.py --inject-bug list
     python labs/lab2_megatron_layers.py --length 1001         # no number has to divide another
 
@@ -129,7 +130,7 @@ class ReduceFromTPRegion(torch.autograd.Function):
 
 
 class GatherFromSPRegion(torch.autograd.Function):
-    """Forward all tokens (b, s, h), backward the sum of the ranks' gradients for own tokens (b, s/P, h).
+    """Forward all tokens (b, s, h), backward the sum of all gradients for own tokens (b, s/P, h).
 
     f under sequence parallelism: x (b, s/P, h) is the rank's tokens, as many on each. Every rank
     goes on with all of them, so each has a part of the gradient of each.
@@ -150,7 +151,7 @@ class GatherFromSPRegion(torch.autograd.Function):
 
 
 class ReduceScatterToSPRegion(torch.autograd.Function):
-    """Forward own tokens (b, s/P, h) of the sum of the ranks' x, backward the gradient of all tokens.
+    """Forward own tokens (b, s/P, h) of the sum of all x, backward the gradient of all tokens.
 
     g under sequence parallelism: x (b, s, h) is this rank's partial sum for all tokens, and so its
     gradient is (b, s, h). P need not divide s = ctx.length: reduce_scatter() then puts zeros behind
@@ -198,7 +199,7 @@ def keep(parameter, dim, start, end):
 
 
 class GatheredLinear(torch.autograd.Function):
-    """F.linear(gather_from_sp_region(x), weight, bias), of which only the shard x is kept for the backward.
+    """F.linear(gather_from_sp_region(x), weight, bias), keeping only the shard x for the backward.
 
     x (b, s/P, in), weight (out/P, in), bias (out/P) or None -> (b, s, out/P). Autograd would keep
     the gathered (b, s, in) for the gradient of the weight; here the backward gathers x again.
@@ -351,7 +352,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def shard_offset(logits, group):
-    """(start, vocab): the token of this rank's first column, and how many tokens there are on all ranks.
+    """(start, vocab): the token of this rank's first column, and how many tokens all ranks have.
 
     One all-reduce of P whole numbers, because the loss is given nothing but the shard. A trainer
     knows.
@@ -363,7 +364,7 @@ def shard_offset(logits, group):
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """loss = log(sum of exp(x)) - sum of q x, with the logits x of a token cut over the ranks (Megatron-LM).
+    """loss = log(sum of exp(x)) - sum of q x, a token's logits x cut over the ranks (Megatron-LM).
 
     logits (..., v/P), columns [start, start + v/P) of v; target (...). Returns the loss of each
     token (...), the same on every rank. q, what the model should say, is 1 - smoothing at the
@@ -399,7 +400,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        """Make dx (..., v/P), this rank's columns of (softmax - q) grad, in float32; nothing is sent."""
+        """Make dx (..., v/P): own columns of (softmax - q) grad, in float32. Nothing is sent."""
         logits, column, elsewhere, peak, sum_exp = ctx.saved_tensors
         # exercise: cross_entropy_backward
         dx = (logits - peak[..., None]).exp() / sum_exp[..., None]  # softmax

@@ -1,4 +1,4 @@
-"""What the finished lab 2 shows: label smoothing on several ranks, and what an MLP keeps and sends."""
+"""What the finished lab 2 shows: label smoothing on ranks, what an MLP keeps and sends."""
 
 import argparse
 import math
@@ -15,7 +15,7 @@ HIDDEN, FEATURES = 96, 383  # of the MLP; nothing divides 383
 VOCAB, TOKENS = 1000, 64  # of the label smoothing
 
 
-def smoothing_on_rank(group, seed, alpha):
+def smoothing_on_rank(group, lab, seed, alpha):
     """This rank's row of the label smoothing experiment."""
     generator = torch.Generator().manual_seed(seed)
     zipf = -torch.arange(
@@ -23,9 +23,9 @@ def smoothing_on_rank(group, seed, alpha):
     ).log()  # frequent tokens have low ids, as in the vocabularies of BPE
     logits = zipf + torch.randn(TOKENS, VOCAB, generator=generator)
     target = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
-    start, end = vocab_range(VOCAB, group.rank(), group.size())
+    start, end = lab.vocab_range(VOCAB, group.rank(), group.size())
     shard = logits[:, start:end].clone().requires_grad_()
-    loss = vocab_parallel_cross_entropy(shard, target, group, alpha)
+    loss = lab.vocab_parallel_cross_entropy(shard, target, group, alpha)
     loss.sum().backward()
     torch_loss = partial(F.cross_entropy, logits, target)
     theirs, their_dx = megatron_label_smoothing(logits, target, start, end, alpha)
@@ -46,32 +46,32 @@ def smoothing_on_rank(group, seed, alpha):
     }
 
 
-def label_smoothing(args):
-    """Our loss and Megatron-LM's formula on 1, 2 and 3 ranks; returns (rows, what did not hold)."""
+def label_smoothing(lab, args):
+    """Our loss and Megatron-LM's formula on 1, 2 and 3 ranks; returns (rows, what is off)."""
     rows = []
     for world in 1, 2, 3:
-        rows += on_ranks(world, smoothing_on_rank, args.seed, args.label_smoothing)
+        rows += on_ranks(world, smoothing_on_rank, lab, args.seed, args.label_smoothing)
     for row in rows:
         row["megatron_error"] = row["megatron"] / row["meant_by_megatron"] - 1
-    print(
-        f"\nlabel smoothing {args.label_smoothing}, vocabulary {VOCAB}, mean loss of {TOKENS} tokens"
-    )
+    what = f"vocabulary {VOCAB}, mean loss of {TOKENS} tokens"
+    print(f"\nlabel smoothing {args.label_smoothing}, {what}")
     meant, right = rows[0]["meant_by_megatron"], rows[0]["torch"]
     print(f"one device: {right:.6f} as torch defines it, {meant:.6f} as Megatron does")
     head = ["tp", "rank", "K", "ours", "sum of q", "Megatron's formula", "off by", "its sum of q"]
     table(head, *(
-        [r["ranks"], r["rank"], r["K"], f"{r['loss']:.6f}", f"{r['target_mass']:.4f}", f"{r['megatron']:.6f}",
-         f"{round(r['megatron_error'], 4) + 0.0:+.1%}", f"{r['megatron_target_mass']:.4f}"]
+        [r["ranks"], r["rank"], r["K"], f"{r['loss']:.6f}", f"{r['target_mass']:.4f}",
+         f"{r['megatron']:.6f}", f"{round(r['megatron_error'], 4) + 0.0:+.1%}",
+         f"{r['megatron_target_mass']:.4f}"]
         for r in rows
     ))  # fmt: skip
     ours = max(abs(r["loss"] / r["torch"] - 1) + abs(r["target_mass"] - 1) for r in rows)
     wrong = [abs(r["megatron_error"]) + abs(r["megatron_target_mass"] - 1) for r in rows]
-    holds = {
-        "our loss is torch's on 1, 2 and 3 ranks": ours < 1e-5,
-        "Megatron's formula is right on one rank": wrong[0] < 1e-5,
-        "and wrong on more": min(wrong[1:]) > args.label_smoothing / 2,
-    }
-    return rows, [text for text, held in holds.items() if not held]
+    off = [f"the loss is off torch's by {ours:.0e}"] if ours >= 1e-4 else []
+    if wrong[0] >= 1e-5:
+        off.append(f"Megatron's formula is off by {wrong[0]:.0e} on one rank")
+    if min(wrong[1:]) <= args.label_smoothing / 2:
+        off.append(f"Megatron's formula is off by {min(wrong[1:]):.0e} only on more ranks")
+    return rows, off
 
 
 TP, SP, SP_AGAIN = (
@@ -82,7 +82,7 @@ TP, SP, SP_AGAIN = (
 
 
 def mlp_expected(way, length, world, width):
-    """What a way keeps, in bytes ("kept_x", "kept_inside"), and sends, {op: [calls, bytes]} each way.
+    """What a way keeps ("kept_x", "kept_inside", bytes) and sends each way, {op: [calls, bytes]}.
 
     width: of the MLP's features those that the rank holds. Inside, gelu keeps its input and the
     second layer what gelu puts out.
@@ -103,7 +103,7 @@ def mlp_expected(way, length, world, width):
     }
 
 
-def mlp_on_rank(group, seed, length):
+def mlp_on_rank(group, lab, seed, length):
     """This rank's rows of the MLP experiment: each way to cut it, against one device."""
     torch.manual_seed(seed)
     rank, world = group.rank(), group.size()
@@ -114,14 +114,17 @@ def mlp_on_rank(group, seed, length):
     start, end = split(FEATURES, rank, world)
     rows = []
     for way in TP, SP, SP_AGAIN:
-        first = ColumnParallelLinear.from_linear(up, group, sequence_parallel=way == SP_AGAIN)
-        second = RowParallelLinear.from_linear(down, group, sequence_parallel=way != TP)
+        first = lab.ColumnParallelLinear.from_linear(up, group, sequence_parallel=way == SP_AGAIN)
+        second = lab.RowParallelLinear.from_linear(down, group, sequence_parallel=way != TP)
         own = torch.clone if way == TP else partial(tokens_of, group=group)
         mine = own(x.detach()).requires_grad_()
         with Traffic() as forward:
             with Kept(*first.parameters()) as kept_x:
                 if way == SP:  # the short way: autograd keeps what was gathered
-                    hidden = F.linear(gather_from_sp_region(mine, group), first.weight, first.bias)
+                    gathered = lab.gather_from_sp_region(mine, group)
+                    hidden = F.linear(gathered, first.weight, first.bias)
+                elif way == SP_AGAIN:
+                    hidden = lab.gathered_linear(mine, first.weight, first.bias, group)
                 else:
                     hidden = first(mine)
             with Kept(*second.parameters()) as kept_inside:
@@ -139,7 +142,12 @@ def mlp_on_rank(group, seed, length):
         pairs += [(second.weight.grad, down.weight.grad[:, start:end])]
         pairs += [(second.bias.grad, down.bias.grad)] if rank == 0 else []
         errors = [(torch.norm(a - b) / torch.norm(b).clamp(min=1e-30)).item() for a, b in pairs]
-        as_expected = measured == mlp_expected(way, length, world, end - start)
+        most = mlp_expected(way, length, world, end - start)
+        as_expected = all(
+            nbytes <= most[phase].get(op, [0, 0])[1]
+            for phase in ("forward", "backward")
+            for op, (_, nbytes) in measured[phase].items()
+        ) and (way != SP_AGAIN or measured["kept_x"] <= most["kept_x"])
         rows.append({"ranks": world, "rank": rank, "way": way, "error": max(errors)})
         rows[-1] |= measured | {"as_expected": as_expected}
     return rows
@@ -151,16 +159,14 @@ def short(ops):
     return ", ".join(f"{calls} {letters[op]}" for op, (calls, _) in ops.items())
 
 
-def mlp(args):
-    """The MLP on 2 and 3 ranks, with and without sequence parallelism; returns (rows, what did not hold)."""
+def mlp(lab, args):
+    """The MLP on 2 and 3 ranks, cut in three ways; returns (rows, what is off)."""
     rows = []
     for world in 2, 3:
-        ranks = on_ranks(world, mlp_on_rank, args.seed, args.length)
+        ranks = on_ranks(world, mlp_on_rank, lab, args.seed, args.length)
         rows += [row for way in zip(*ranks) for row in way]
     x, inside = 4 * args.length * HIDDEN, 2 * 4 * args.length * FEATURES
-    print(
-        f"\nMLP {HIDDEN} -> {FEATURES} -> {HIDDEN}, {args.length} tokens: bytes that rank 0 keeps and sends"
-    )
+    print(f"\nMLP {HIDDEN} -> {FEATURES} -> {HIDDEN}, {args.length} tokens: bytes of rank 0")
     print(f"one device keeps {x} of x and {inside} inside")
 
     def sent(ops):
@@ -175,25 +181,39 @@ def mlp(args):
     print(
         "\n  AR all-reduce, AG all-gather, RS reduce-scatter; on the wire an AR is an RS and an AG"
     )
-    holds = {
-        "the MLP is one device's": all(row["error"] < 1e-5 for row in rows),
-        "it keeps and sends what the formula says": all(row["as_expected"] for row in rows),
-    }
-    return rows, [text for text, held in holds.items() if not held]
+    off = []
+    for row in rows:
+        where = f"{row['way']} on rank {row['rank']} of {row['ranks']}"
+        if row["error"] >= 1e-4:
+            off.append(f"{where}: off one device by {row['error']:.0e}")
+        if not row["as_expected"]:
+            kept = f"{row['kept_x']} bytes of x and {row['kept_inside']} inside"
+            off.append(f"{where}: keeps {kept}, sends {row['forward']} and {row['backward']}")
+    return rows, off
 
 
-def experiment(args):
+def experiment(lab, args):
     """Both experiments; {"label_smoothing": rows, "mlp": rows, "failed": what did not hold}."""
-    (smoothing_rows, first), (mlp_rows, second) = label_smoothing(args), mlp(args)
+    smoothing_rows, first = label_smoothing(lab, args)
+    mlp_rows, second = mlp(lab, args)
     return {"label_smoothing": smoothing_rows, "mlp": mlp_rows, "failed": first + second}
 
+
+PREDICT = (
+    f"of x (1, {{length}}, {HIDDEN}) in float32, how many bytes does rank 0 of 3 keep for the "
+    "backward under sequence parallelism where x is gathered again?",
+    "4 bytes x ceil(s/P) tokens x h: its own tokens, with those that fill up",
+    lambda results: next(
+        row["kept_x"] for row in results["mlp"] if row["ranks"] == 3 and row["way"] == SP_AGAIN
+    ),
+)
 
 # Okabe and Ito's colours: rank 0, 1, 2
 COLOURS = "#0072B2", "#E69F00", "#009E73"
 
 
 def draw(results, path):
-    """The picture of --plot: who holds what, what the MLP keeps, and what Megatron's smoothing gives."""
+    """The picture of --plot: who holds what, what the MLP keeps, Megatron's smoothing."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -260,7 +280,7 @@ def draw_kept(axis, rows):
 
 
 def draw_smoothing(losses, masses, rows):
-    """Megatron's loss of each rank, and the sum of the probabilities it trains towards, against the ranks."""
+    """Megatron's loss of each rank, and the sum of the probabilities that it trains towards."""
     worlds, meant = sorted({row["ranks"] for row in rows}), rows[0]["meant_by_megatron"]
     losses.axhline(meant, color="black", lw=1)
     losses.text(1.1, meant, "one device", va="bottom")
