@@ -799,9 +799,9 @@ SMALL, STEPS, LEARN = (
 HELD_OUT = 1 << 20  # a step number that training never reaches
 
 
-# Copied from labs/lab2_megatron_layers.py
+# Copied from labs/checks/lab2.py
 class Kept(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the bytes that autograd keeps for the backward of what runs inside it, each storage once.
+    """Counts the bytes that autograd keeps for the backward of what runs inside, each storage once.
 
     Those of parameters are there anyway and not counted.
     """

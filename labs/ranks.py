@@ -9,7 +9,6 @@ import copyreg
 import importlib.util
 import multiprocessing
 import os
-import pickle
 import re
 import signal
 import sys
@@ -17,7 +16,6 @@ import tempfile
 import threading
 import time
 import traceback
-import types
 import warnings
 from contextlib import suppress
 from multiprocessing import connection, forkserver
@@ -120,7 +118,7 @@ def load(path):
     return module
 
 
-copyreg.pickle(types.ModuleType, lambda module: (load, (module.__file__,)))  # a lab goes to ranks
+copyreg.pickle(type(sys), lambda lab: (load, (lab.__file__,)))  # a lab's module goes to ranks
 
 
 def rank_main(pipe):
@@ -129,36 +127,32 @@ def rank_main(pipe):
     torch.set_num_threads(1)
     # torch 2.13 renames all_gather_into_tensor and reduce_scatter_tensor; 2.11 has the old names
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    while True:
-        try:
-            rank, world, rendezvous, limit, task = pipe.recv()
-        except EOFError:  # nobody is left to give tasks
-            return
-        signal.alarm(limit)  # the parent ends it long before; this is for one that was killed
-        torch.manual_seed(0)
-        store = dist.FileStore(rendezvous, world)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-        pipe.send(answer(task))
-        pipe.recv()  # a rank that leaves early would break the others' connections
-        if threading.active_count() > 1:  # some thread is stuck in the task
-            os._exit(0)
-        dist.destroy_process_group()
-        signal.alarm(0)
-        pipe.send("free")
+    with suppress(EOFError):  # nobody is left to give tasks
+        while True:
+            rank, world, rendezvous, limit = pipe.recv()
+            signal.alarm(limit)  # the parent ends it long before; this is for one that was killed
+            torch.manual_seed(0)
+            store = dist.FileStore(rendezvous, world)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+            pipe.send(answer(pipe))
+            pipe.recv()  # a rank that leaves early would break the others' connections
+            if threading.active_count() > 1:  # some thread is stuck in the task
+                os._exit(0)
+            dist.destroy_process_group()
+            signal.alarm(0)
+            pipe.send("free")
 
 
-def answer(task):
-    """(True, what the task returns on this rank) or (False, what was Wrong)."""
+def answer(pipe):
+    """(True, what a task from the pipe returns on this rank) or (False, what was Wrong)."""
     try:
-        function, args = pickle.loads(task)
+        function, args = pipe.recv()
         return True, function(dist.group.WORLD, *args)
-    except Wrong as wrong:
-        return False, wrong
-    except NotImplementedError as todo:
-        return False, Wrong(f"not done yet: {todo}")
     except BaseException as problem:  # whatever a learner's code may raise
-        if type(problem).__name__ == "Wrong":  # of a lab that has a class of its own
+        if type(problem).__name__ == "Wrong":  # ours, or that of a lab with a class of its own
             return False, Wrong(problem.found, problem.hint)
+        if isinstance(problem, NotImplementedError):
+            return False, Wrong(f"not done yet: {problem}")
         frames = traceback.extract_tb(problem.__traceback__)
         ours = [frame.line for frame in frames if not frame.filename.startswith(torch.__path__[0])]
         first = str(problem).partition("\n")[0]
@@ -169,7 +163,6 @@ FREE = []  # (process, pipe) of ranks that wait for a task
 
 
 def new_rank():
-    """(process, pipe) of one more."""
     here, there = PROCESSES.Pipe()
     process = PROCESSES.Process(target=rank_main, args=(there,), daemon=True)
     process.start()
@@ -184,14 +177,14 @@ def on_ranks(world, function, *args, timeout=60):
     function is one of a module's own; args and results can be pickled, and a lab's module too.
     The processes are kept for the next call, but for those that hang or died.
     """
-    task = pickle.dumps((function, args))
     FREE[:] = [rank for rank in FREE if rank[0].is_alive()]
     team = [FREE.pop() if FREE else new_rank() for _ in range(world)]
     busy = {pipe: rank for rank, (_, pipe) in enumerate(team)}
     try:
         with tempfile.TemporaryDirectory() as folder:
             for pipe, rank in busy.items():
-                pipe.send((rank, world, f"{folder}/store", int(timeout) + 60, task))
+                pipe.send((rank, world, f"{folder}/store", int(timeout) + 60))
+                pipe.send((function, args))
             return collect(team, busy, timeout)
     finally:
         for process, pipe in team:
@@ -224,9 +217,8 @@ def collect(team, busy, timeout):
     if wrong:  # a death first: the others' errors come of it
         rank = min(wrong, key=lambda rank: not wrong[rank].found.startswith("died"))
         raise Wrong(f"rank {rank}: {wrong[rank].found}", wrong[rank].hint)
-    silent = ", ".join(map(str, busy.values()))
     hint = "a send without its recv, a collective that some rank skips, or a loop without end"
-    expect(not busy, f"no answer from rank {silent} in {timeout} s", hint)
+    expect(not busy, f"no answer from ranks {[*busy.values()]} in {timeout} s", hint)
     return results
 
 
@@ -235,9 +227,8 @@ def death(process):
     process.join()
     if process.exitcode >= 0:
         return Wrong(f"died, exit code {process.exitcode}", "your code ended the whole process")
-    name = signal.Signals(-process.exitcode).name
-    sizes = "gloo crashes where tensors of one collective differ in size between ranks"
-    return Wrong(f"died of {name}", "out of memory?" if name == "SIGKILL" else sizes)
+    name, hint = signal.Signals(-process.exitcode).name, "tensors of a collective differ in size?"
+    return Wrong(f"died of {name}", "out of memory?" if name == "SIGKILL" else hint)
 
 
 def room(kind, lab_file):
@@ -258,10 +249,10 @@ def check_on_rank(group, answers, exercise, seed, bug=None):
 
 def check(answers, exercise, seed=0, bug=None, timeout=60):
     """(whether an exercise passes, what was seen, a hint), of the answers in a file."""
-    world = room("checks", answers).CHECKS[exercise][1]
-    task = check_on_rank, str(answers), exercise, seed, bug
+    _, world = room("checks", answers).CHECKS[exercise]
+    args = str(answers), exercise, seed, bug
     try:
-        return True, on_ranks(world, *task, timeout=timeout)[0], ""
+        return True, on_ranks(world, check_on_rank, *args, timeout=timeout)[0], ""
     except Wrong as wrong:
         return False, wrong.found, wrong.hint
 
@@ -270,9 +261,8 @@ def table(*rows):
     """Print columns aligned to the left, after an empty line."""
     texts = [[f"{x:.3g}" if isinstance(x, float) else str(x) for x in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*texts)]
-    print()
-    for row in texts:
-        print("  " + "   ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip())
+    padded = ([text.ljust(width) for text, width in zip(row, widths)] for row in texts)
+    print("", *("  " + "   ".join(row).rstrip() for row in padded), sep="\n")
 
 
 # Copied from tp.py

@@ -148,7 +148,7 @@ def test_a_bug_makes_the_lab_exit_1(capsys, tmp_path):
     assert not results["passed"] and not results["exercises"]["row_parallel_linear"]["passed"]
 
 
-# What a learner hands in: (exercise, its regions in their order (None: the right one), part of the verdict)
+# What a learner hands in, see learner.py
 
 FORWARD = """
 elsewhere = (target < start) | (target >= start + logits.shape[-1])
@@ -245,7 +245,7 @@ WRONG = [
             """,
             None,
         ],
-        "differ in size between ranks",
+        "y has shape",
     ),
     (
         "gathered_linear",  # the gradient of x is not summed
@@ -295,7 +295,8 @@ WRONG = [
             total, weight = ctx.saved_tensors
             dx = reduce_scatter(grad @ weight, ctx.group)
             grad = grad.flatten(0, 1)
-            return dx, grad.T @ total.flatten(0, 1), grad.sum(0) if ctx.needs_input_grad[2] else None, None
+            db = grad.sum(0) if ctx.needs_input_grad[2] else None
+            return dx, grad.T @ total.flatten(0, 1), db, None
             """,
         ],
         "keep the shard x, not the gathered one",
@@ -373,7 +374,8 @@ WRONG = [
         [
             """
             rows = (ids - self.start).masked_fill((ids < self.start) | (ids >= self.end), 0)
-            return reduce_from_tp_region(F.embedding(rows, self.weight, self.padding_idx), self.group)
+            y = F.embedding(rows, self.weight, self.padding_idx)
+            return reduce_from_tp_region(y, self.group)
             """
         ],
         "a token of another rank's rows adds zeros",
@@ -383,7 +385,8 @@ WRONG = [
         [
             """
             rows = (ids - self.start).clamp(0, self.end - self.start - 1)
-            return reduce_from_tp_region(F.embedding(rows, self.weight, self.padding_idx), self.group)
+            y = F.embedding(rows, self.weight, self.padding_idx)
+            return reduce_from_tp_region(y, self.group)
             """
         ],
         "clamping is no mask",
@@ -602,7 +605,7 @@ def test_vocab_range():
 
 
 def losses(group, dtype, smoothing, vocab):
-    """vocab_parallel_cross_entropy of logits (n, v) against F.cross_entropy: errors of value and gradient."""
+    """Errors of vocab_parallel_cross_entropy, value and gradient, of logits (n, v)."""
     torch.manual_seed(3)
     logits = (3 * torch.randn(40, vocab)).to(dtype)
     target = torch.randint(vocab, (40,))
@@ -656,7 +659,7 @@ def test_what_cannot_work_is_said():
 
 
 def tiny_model(group, tokens):
-    """Embedding, MLP, head and loss under sequence parallelism, where P divides nothing: the worst error."""
+    """The worst error of embedding, MLP, head and loss where P divides nothing."""
     torch.manual_seed(4)
     layers = nn.Embedding(11, 5), nn.Linear(5, 7), nn.Linear(7, 5), nn.Linear(5, 11, bias=False)
     embedding, up, down, head = (layer.double() for layer in layers)
