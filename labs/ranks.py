@@ -6,6 +6,7 @@ the grader checks, labs/experiments/labN.py what the finished lab shows. A learn
 
 import argparse
 import copyreg
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -81,8 +82,7 @@ def expect_close(name, mine, right, tolerance=1e-5, hints=None):
 class Traffic(TorchDispatchMode):
     """Counts what this rank's collectives and sends move while inside: {op: [calls, bytes]}.
 
-    Bytes of the whole message (all_gather: what comes out; reduce_scatter: what goes in;
-    all_to_all: the rank's own input).
+    Bytes of the whole message: all_gather's output; reduce_scatter's and all_to_all's own input.
     """
 
     OPS = "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"
@@ -136,7 +136,8 @@ def rank_main(pipe):
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
             pipe.send(answer(pipe))
             pipe.recv()  # a rank that leaves early would break the others' connections
-            if threading.active_count() > 1:  # some thread is stuck in the task
+            meshes = any(type(x) is dist.DeviceMesh for x in gc.get_objects())  # DTensor caches
+            if meshes or threading.active_count() > 1:  # or some thread is stuck in the task
                 os._exit(0)
             dist.destroy_process_group()
             signal.alarm(0)
