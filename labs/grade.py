@@ -1,51 +1,41 @@
 """Exercises of the labs: hands them out, and grades what comes back.
 
-A lab is one finished file. Where it says `# exercise: NAME` ... `# end exercise` stands what you could have
-written yourself, under a docstring that says what to build:
+A lab is one finished file. Where it says `# exercise: NAME` ... `# end exercise` stands what you
+could have written yourself, under a docstring that says what to build:
 
     python labs/grade.py list                # the labs and their exercises
-    python labs/grade.py start lab1          # my_labs/lab1_collectives.py: the lab with those places empty
+    python labs/grade.py start lab1          # my_labs/lab1_collectives.py: those places empty
     python labs/grade.py lab1                # grade what you wrote there
     python labs/grade.py lab1 --only all_to_all
-    python labs/grade.py lab1 --seed 7       # the same inputs again; otherwise they are new each time
+    python labs/grade.py lab1 --seed 7       # the same inputs again; else they are new each time
 
-Each exercise is graded for itself: your answer to it in a file where all the others are finished, on as many
-ranks of this machine as the check asks for, by the checks of the lab in labs/. So one wrong answer, or one
-that never ends, hides no other. Exit status: 0 all pass, 1 not yet, 2 unusable arguments.
+Each exercise is graded for itself: your answer to it in a file where all the others are finished,
+on as many ranks of this machine as the check asks for, by the checks of the lab in labs/. So one
+wrong answer, or one that never ends, hides no other. Exit status: 0 all pass, 1 not yet, 2 unusable
+arguments.
 """
 
 import argparse
 import ast
-import importlib.util
 import json
-import multiprocessing
 import os
 import re
 import secrets
-import signal
 import sys
 import tempfile
-import time
-import traceback
-import warnings
-from contextlib import ExitStack, suppress
-from multiprocessing import connection
+from functools import partial
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
+import ranks
+from ranks import LABS, Unusable, Wrong
 
-LABS = Path(__file__).resolve().parent
 MY_LABS = LABS.parent / "my_labs"
-
-
-# ---------------------------------------------------------------------------------------------------
-# Regions
-# ---------------------------------------------------------------------------------------------------
+AS_WRITTEN = argparse.RawDescriptionHelpFormatter
+RESTORE = "restore the markers, or start anew"
 
 
 def regions(text):
-    """[(exercise, first line, end)] of a lab's text: the lines [first, end) between the two markers, from 0.
+    """[(exercise, first line, end)] of a lab's text: lines [first, end) between markers, from 0.
 
     Raises Wrong where a marker lacks the other one.
     """
@@ -54,237 +44,71 @@ def regions(text):
         start = re.fullmatch(r"\s*# exercise: (\w+)\s*", line)
         end = line.strip() == "# end exercise"
         if (start and name) or (end and not name):
-            raise Wrong(
-                f"line {i + 1}: {line.strip()!r} without its other half",
-                "restore the markers, or start anew",
-            )
+            raise Wrong(f"line {i + 1}: {line.strip()!r} without its other half", RESTORE)
         if start:
             name, first = start[1], i + 1
         elif end:
             found.append((name, first, i))
             name = None
     if name:
-        raise Wrong(
-            f"'# exercise: {name}' has no '# end exercise'", "restore the markers, or start anew"
-        )
+        raise Wrong(f"'# exercise: {name}' has no '# end exercise'", RESTORE)
     return found
 
 
 def replace(text, change):
-    """The text with change(exercise, number, lines) for the lines of each region; number: of its regions."""
+    """The text with change(exercise, number, first, lines) for the lines of each region.
+
+    number: which of the exercise's regions it is; first: where its lines begin.
+    """
     lines, count, done, out = text.splitlines(), {}, 0, []
     for name, first, end in regions(text):
         number = count[name] = count.get(name, -1) + 1
-        out += [*lines[done:first], *change(name, number, lines[first:end])]
+        out += [*lines[done:first], *change(name, number, first, lines[first:end])]
         done = end
     return "\n".join([*out, *lines[done:]]) + "\n"
 
 
 def task(text, line):
     """What the docstring around a line asks for: its first sentence."""
-    inside = [
-        node
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
-    ]
-    inside = [
-        node
-        for node in inside
-        if node.lineno <= line <= node.end_lineno and ast.get_docstring(node)
-    ]
+    nodes = ast.walk(ast.parse(text))
+    inside = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    inside = [node for node in inside if node.lineno <= line <= node.end_lineno]
+    inside = [node for node in inside if ast.get_docstring(node)]
     text = " ".join(ast.get_docstring(inside[-1]).split()) if inside else "see above"
     return re.split(r"(?<=\.)\s", text)[0]
 
 
 def emptied(text):
-    """The lab as a learner gets it: each region raises NotImplementedError with its task."""
-    places = iter(regions(text))
+    """The lab as a learner gets it: each region raises NotImplementedError with its task.
 
-    def change(name, number, lines):
-        _, first, _ = next(places)
+    It also says about how many lines of code would do.
+    """
+
+    def change(name, number, first, lines):
         indent = re.match(r"\s*", text.splitlines()[first - 1])[0]
-        return [f"{indent}raise NotImplementedError({task(text, first)!r})"]
+        count = sum(bool(line.strip()) and line.strip()[0] != "#" for line in lines)
+        about = f"# about {count} line{'s' if count > 1 else ''}"
+        return [f"{indent}raise NotImplementedError({task(text, first)!r})  {about}"]
 
     return replace(text, change)
 
 
 def spliced(finished, answers, exercise):
-    """The answers' text with every region but those of one exercise replaced by the finished lab's."""
+    """The answers' text, every region but those of one exercise replaced by the finished lab's."""
     right = {}
     lines = finished.splitlines()
     for name, first, end in regions(finished):
         right.setdefault(name, []).append(lines[first:end])
     count = [name for name, *_ in regions(answers)].count(exercise)
     if count != len(right[exercise]):
-        hint = "restore the markers, or start anew"
-        raise Wrong(
-            f"{count} places '# exercise: {exercise}', and there should be {len(right[exercise])}",
-            hint,
-        )
+        should = f"there should be {len(right[exercise])}"
+        raise Wrong(f"{count} places '# exercise: {exercise}', and {should}", RESTORE)
 
-    def change(name, number, lines):
+    def change(name, number, first, lines):
         known = name != exercise and number < len(right.get(name, []))
         return right[name][number] if known else lines
 
     return replace(answers, change)
-
-
-# ---------------------------------------------------------------------------------------------------
-# Ranks
-# ---------------------------------------------------------------------------------------------------
-
-
-# Copied from tp.py
-class Unusable(Exception):
-    """An argument or a model that cannot work; its message says what would."""
-
-
-# Copied from labs/lab1_collectives.py
-class Wrong(Exception):
-    """What a check found wrong with an exercise, and a hint at what usually causes it."""
-
-    def __init__(self, found, hint=""):
-        super().__init__(found, hint)
-        self.found, self.hint = found, hint
-
-
-# Copied from labs/lab1_collectives.py
-def expect(holds, found, hint=""):
-    """Raise Wrong where something does not hold."""
-    if not holds:
-        raise Wrong(found, hint)
-
-
-# Copied from labs/lab1_collectives.py
-def load(path):
-    """The file of a lab, or of a learner's answers to it, as a module."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-# Copied from labs/lab1_collectives.py
-def rank_main(rank, world, rendezvous, pipe, limit, function, args):
-    """A rank's process: join the others, run function(group, *args), send back what it returns."""
-    os.dup2(
-        os.open(os.devnull, os.O_WRONLY), 2
-    )  # gloo complains there about ranks that others' errors ended
-    signal.alarm(limit)  # its parent ends it long before; this is for a parent that was killed
-    torch.set_num_threads(1)
-    # torch 2.13 renames all_gather_into_tensor and reduce_scatter_tensor; 2.11 knows only these names
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    store = dist.FileStore(rendezvous, world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    try:
-        answer = True, function(dist.group.WORLD, *args)
-    except Wrong as wrong:
-        answer = False, wrong
-    except NotImplementedError as todo:
-        answer = False, Wrong(f"not done yet: {todo}")
-    except BaseException as problem:  # whatever a learner's code may raise
-        frames = traceback.extract_tb(problem.__traceback__)
-        ours = [frame.line for frame in frames if not frame.filename.startswith(torch.__path__[0])]
-        first = str(problem).partition("\n")[0]
-        answer = False, Wrong(f"{type(problem).__name__}: {first} (in: {ours[-1]})")
-    pipe.send(answer)
-    with suppress(EOFError):
-        pipe.recv()  # stay till the end: a rank that leaves early breaks the others' connections
-
-
-# Copied from labs/lab1_collectives.py
-def on_ranks(world, function, *args, timeout=60):
-    """[function(group, *args) of each rank], run by `world` processes of this machine, over gloo.
-
-    Raises Wrong: the first one that a rank raised, or one naming the ranks still busy after `timeout`
-    seconds. function is one of a module's own, and args and results can be pickled.
-    """
-    context = multiprocessing.get_context(
-        "forkserver"
-    )  # forks ranks from a process that has torch already
-    heavy = {"torch.distributed", "transformers.models.llama.modeling_llama"} & sys.modules.keys()
-    context.set_forkserver_preload(
-        [*heavy, "torch._dynamo"]
-    )  # the first dispatch mode imports that: 2 s
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as ending:
-        pipes = {}
-        for rank in range(world):
-            here, there = context.Pipe()
-            start = (rank, world, f"{folder}/store", there, int(timeout) + 60, function, args)
-            process = context.Process(target=rank_main, args=start, daemon=True)
-            process.start()
-            ending.callback(process.join)
-            ending.callback(process.kill)
-            there.close()
-            pipes[here] = rank
-        busy = dict(pipes)  # those that have not answered
-        results, end = [None] * world, time.monotonic() + timeout
-        while busy:
-            ready = connection.wait(busy, max(0, end - time.monotonic()))
-            silent = ", ".join(map(str, busy.values()))
-            hint = (
-                "a send without its recv, a collective that some rank skips, or a loop without end"
-            )
-            expect(ready, f"no answer from rank {silent} in {timeout} s", hint)
-            wrong = []
-            for pipe in ready:
-                rank = busy.pop(pipe)
-                try:
-                    fine, results[rank] = pipe.recv()
-                except EOFError:
-                    fine, results[rank] = False, Wrong("died")
-                wrong += [] if fine else [rank]
-            if wrong:  # a death first: the others' errors come of it
-                rank = min(wrong, key=lambda rank: results[rank].found != "died")
-                raise Wrong(f"rank {rank}: {results[rank].found}", results[rank].hint)
-        return results
-
-
-def check_answers(group, lab_file, answers, name, seed):
-    """A check of the finished lab on this rank, for the answers in another file; returns its report."""
-    lab = load(lab_file)
-    check, _ = lab.CHECKS[name]
-    try:
-        return str(check(load(answers), group, seed))
-    except lab.Wrong as wrong:  # the lab's own class: this process alone knows it
-        raise Wrong(wrong.found, wrong.hint) from None
-
-
-# ---------------------------------------------------------------------------------------------------
-# Command line
-# ---------------------------------------------------------------------------------------------------
-
-
-# Copied from tp.py
-class Parser(argparse.ArgumentParser):
-    """argparse, with its complaint raised instead of printed with the usage."""
-
-    def error(self, message):
-        raise Unusable(message)
-
-
-# Copied from labs/grade.py
-def positive(text):
-    """A whole number of at least 1, for argparse."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return int(text)
-
-
-# Copied from labs/grade.py
-def write_whole(path, write):
-    """Have write(another path) make the file, then name it path: whole or not at all, or Unusable."""
-    draft = f"{path}.{os.getpid()}{Path(path).suffix}"
-    try:
-        write(draft)
-        os.replace(draft, path)
-    except (
-        OSError,
-        ValueError,
-    ) as problem:  # a full disk; a picture of a kind that matplotlib lacks
-        raise Unusable(f"cannot write {path}: {problem}") from None
-    finally:
-        Path(draft).unlink(missing_ok=True)
 
 
 def find_lab(name):
@@ -299,26 +123,34 @@ def find_lab(name):
 def show_labs():
     """List the labs and their exercises."""
     for path in sorted(LABS.glob("lab*.py")):
-        print(
-            f"{path.stem}: {', '.join(dict.fromkeys(name for name, *_ in regions(path.read_text())))}"
-        )
+        names = dict.fromkeys(name for name, *_ in regions(path.read_text()))
+        print(f"{path.stem}: {', '.join(names)}")
 
 
 def start(lab_file, force):
     """Write the lab with its places empty to my_labs/."""
     target = MY_LABS / lab_file.name
     if target.exists() and not force:
-        raise Unusable(
-            f"{target} is there already; --force writes it anew, and what you wrote is lost"
-        )
+        lost = "--force writes it anew, and what you wrote is lost"
+        raise Unusable(f"{target} is there already; {lost}")
     MY_LABS.mkdir(exist_ok=True)
-    write_whole(target, lambda path: Path(path).write_text(emptied(lab_file.read_text())))
-    print(
-        f"{target}: look for NotImplementedError; then python labs/grade.py {lab_file.stem.split('_')[0]}"
-    )
+    ranks.write_whole(target, lambda path: Path(path).write_text(emptied(lab_file.read_text())))
+    again = f"python labs/grade.py {lab_file.stem.split('_')[0]}"
+    print(f"{target}: look for NotImplementedError; then {again}")
 
 
-def grade_one(lab_file, world, answers, name, seed, timeout):
+def write_json(path, results):
+    text = json.dumps(results, indent=1) + "\n"
+    ranks.write_whole(path, lambda draft: Path(draft).write_text(text))
+
+
+def check_writable(path):
+    """Raise Unusable for a path that no file can be written to; None is fine."""
+    if path and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):
+        raise Unusable(f"cannot write {path}: a directory, or in none that can be written")
+
+
+def grade_one(lab_file, answers, name, seed, timeout):
     """(whether one exercise passes, what was seen, a hint), of the answers' text."""
     try:
         text = spliced(lab_file.read_text(), answers, name)
@@ -326,8 +158,7 @@ def grade_one(lab_file, world, answers, name, seed, timeout):
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / lab_file.name
             file.write_text(text)
-            arguments = str(lab_file), str(file), name, seed
-            return True, on_ranks(world, check_answers, *arguments, timeout=timeout)[0], ""
+            return ranks.check(file, name, seed, timeout=timeout)
     except SyntaxError as problem:
         return False, f"{type(problem).__name__}: {problem.msg}: {(problem.text or '').strip()}", ""
     except ValueError as problem:  # Python 3.11's compile, of a null byte
@@ -340,17 +171,17 @@ def grade(args, lab_file):
     """Grade the learner's answers, a line an exercise; returns whether all pass."""
     answers_file = Path(args.file or MY_LABS / lab_file.name)
     if not answers_file.is_file():
-        raise Unusable(
-            f"no {answers_file}; python labs/grade.py start {args.what[0]} writes one to fill in"
-        )
+        how = f"python labs/grade.py start {args.what[0]} writes one to fill in"
+        raise Unusable(f"no {answers_file}; {how}")
     seed = secrets.randbelow(1 << 31) if args.seed is None else args.seed
-    checks, answers, results = load(lab_file).CHECKS, answers_file.read_text(errors="replace"), {}
+    answers, results = answers_file.read_text(errors="replace"), {}
+    checks = ranks.room("checks", lab_file).CHECKS
     if args.only not in (None, *checks):
         raise Unusable(f"{lab_file.stem} has no exercise {args.only}; it has {', '.join(checks)}")
     names = [args.only] if args.only else list(checks)
     width = max(map(len, names))
     for name in names:
-        passed, seen, hint = grade_one(lab_file, checks[name][1], answers, name, seed, args.timeout)
+        passed, seen, hint = grade_one(lab_file, answers, name, seed, args.timeout)
         results[name] = {"passed": passed, "report": seen, "hint": hint}
         print(f"  {name:{width}}   {'PASS' if passed else 'FAIL'}   {seen}", flush=True)
         if hint:
@@ -360,37 +191,100 @@ def grade(args, lab_file):
     verdict = "PASS" if count == len(names) else "FAIL"
     print(f"\n{verdict} {lab_file.stem}: {count} of {len(names)} exercises pass{again}")
     if args.json:
-        whole = {
-            "lab": lab_file.stem,
-            "seed": seed,
-            "passed": count == len(names),
-            "exercises": results,
-        }
-        write_whole(
-            args.json, lambda path: Path(path).write_text(json.dumps(whole, indent=1) + "\n")
-        )
+        whole = {"lab": lab_file.stem, "seed": seed, "passed": count == len(names)}
+        write_json(args.json, {**whole, "exercises": results})
     return count == len(names)
+
+
+def run_checks(file, args):
+    """Run every exercise's check; returns {name: {"passed", "report"}}, and prints a table."""
+    results, rows = {}, [["exercise", "ranks", "", "what was seen"]]
+    for name, (_, world) in ranks.room("checks", file).CHECKS.items():
+        passed, report, _ = ranks.check(file, name, args.seed, args.inject_bug)
+        results[name] = {"passed": passed, "report": report}
+        rows.append([name, world, "PASS" if passed else "FAIL", report])
+    ranks.table(*rows)
+    return results
+
+
+def compare_prediction(predict, args, results):
+    """Print a lab's question and, with --predict, how near the answer is; returns what was."""
+    question, formula, measure = predict
+    question, measured = question.format(**vars(args)), measure(results)
+    if args.predict is None:
+        print(f"\n  Predict, then run: {question} (--predict N)")
+    else:
+        right = abs(args.predict - measured) <= 0.005 * abs(measured)
+        verdict = "right" if right else f"off by {args.predict - measured:+g}"
+        print(f"\n  {question}\n  predicted {args.predict:g}, measured {measured:g}: {verdict}")
+        print(f"  {formula}")
+    return {"question": question, "predicted": args.predict, "measured": measured}
+
+
+def run_lab(file, argv=None):
+    """The command line of a lab: its checks and, if they hold, its experiments.
+
+    Returns the exit status: 0 all held, 1 a check failed, 2 unusable arguments.
+    """
+    name, lab, shown = Path(file).stem, ranks.load(file), ranks.room("experiments", file)
+    bugs = {bug.__name__: bug.__doc__ for bug in ranks.room("checks", file).BUGS}
+    parser = ranks.Parser(description=lab.__doc__, formatter_class=AS_WRITTEN)
+    add = parser.add_argument
+    add("--seed", type=int, default=0, help="of the checks' inputs (0)")
+    add("--json", metavar="FILE", help="write the results")
+    add("--plot", metavar="FILE", help="draw them")
+    add("--predict", metavar="N", type=float, help="answer the question that the run ends with")
+    add("--inject-bug", metavar="NAME", help="run with a bug to be caught; list: name them")
+    shown.add_options(parser)
+    try:
+        args = parser.parse_args(argv)
+        if args.inject_bug == "list":
+            print(*(f"  {bug:28} {does}" for bug, does in bugs.items()), sep="\n")
+            return 0
+        if args.inject_bug not in (None, *bugs):
+            raise Unusable(f"no bug {args.inject_bug}; --inject-bug list names them")
+        check_writable(args.json)
+        check_writable(args.plot)
+        results = {"lab": name, "exercises": run_checks(file, args)}
+        failed = [exercise for exercise, seen in results["exercises"].items() if not seen["passed"]]
+        if not failed:  # the experiments rely on every exercise
+            results |= shown.experiment(lab, args)
+            results["prediction"] = compare_prediction(shown.PREDICT, args, results)
+            failed = results["failed"]
+        results["passed"] = not failed
+        count = f"all {len(results['exercises'])} exercises' checks hold"
+        verdict = "FAIL" if failed else "PASS"
+        print(f"\n{verdict} {name}: {', '.join(failed) or count}", flush=True)
+        if args.json:
+            write_json(args.json, results)
+        if args.plot and "prediction" in results:
+            ranks.write_whole(args.plot, partial(shown.draw, results))
+        return 1 if failed else 0
+    except Unusable as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
+    except Wrong as wrong:  # a rank of an experiment, which has nothing to compare
+        print(f"\nFAIL {name}: {wrong.found}")
+        return 1
 
 
 def main(argv=None):
     """Returns the exit status: 0 all pass, 1 not yet, 2 unusable arguments."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "what", nargs="+", metavar="LAB", help="list, start LAB, or LAB alone, to grade it"
-    )
-    parser.add_argument("--force", action="store_true", help="start: write over what is there")
-    parser.add_argument("--file", help="the answers (my_labs/LAB.py)")
-    parser.add_argument("--only", metavar="NAME", help="grade one exercise")
-    parser.add_argument("--seed", type=int, help="of the inputs (a new one each time)")
-    parser.add_argument("--timeout", type=positive, default=60, help="seconds for an exercise (60)")
-    parser.add_argument("--json", metavar="FILE", help="write the results")
+    parser = ranks.Parser(description=__doc__, formatter_class=AS_WRITTEN)
+    add = parser.add_argument
+    add("what", nargs="+", metavar="LAB", help="list, start LAB, or LAB alone, to grade it")
+    add("--force", action="store_true", help="start: write over what is there")
+    add("--file", help="the answers (my_labs/LAB.py)")
+    add("--only", metavar="NAME", help="grade one exercise")
+    add("--seed", type=int, help="of the inputs (a new one each time)")
+    add("--timeout", type=ranks.positive, default=60, help="seconds for an exercise (60)")
+    add("--json", metavar="FILE", help="write the results")
     try:
         args = parser.parse_args(argv)
         if args.what == ["list"]:
             show_labs()
             return 0
-        if args.json and not os.access(Path(args.json).absolute().parent, os.W_OK):
-            raise Unusable(f"cannot write {args.json}")
+        check_writable(args.json)
         if args.what[0] == "start" and len(args.what) == 2:
             start(find_lab(args.what[1]), args.force)
             return 0

@@ -34,9 +34,9 @@ def torchrun(ranks, *command, timeout=300, **options):
     return subprocess.run([*launch, *map(str, command)], timeout=timeout, **options)
 
 
-def python(*command, timeout=300, env=None):
+def python(*command, timeout=300, env=None, cwd=ROOT):
     """A script without torchrun; returns the CompletedProcess, output as text."""
-    options = {"cwd": ROOT, "env": ENVIRONMENT | (env or {}), "capture_output": True, "text": True}
+    options = {"cwd": cwd, "env": ENVIRONMENT | (env or {}), "capture_output": True, "text": True}
     return subprocess.run([sys.executable, *map(str, command)], timeout=timeout, **options)
 
 

@@ -51,7 +51,7 @@ def drift(folder=ROOT, fix=False):
 
     With fix, the original's text is written over the copies that differ.
     """
-    files = [*folder.glob("*.py"), *folder.glob("labs/*.py")]
+    files = [path for where in ("*", "labs/*", "labs/*/*") for path in folder.glob(f"{where}.py")]
     texts = {path.relative_to(folder).as_posix(): path.read_text() for path in sorted(files)}
     problems = []
 

@@ -12,7 +12,7 @@ from conftest import ENVIRONMENT, ROOT
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "labs" / "README.md"]
 EACH_DOC = pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
 STARTS = ("torchrun", "python", "python3", "make", "diff")
-SCRIPT = re.compile(r"(?:labs/|tests/|results/)?\w+\.py")
+SCRIPT = re.compile(r"(?:labs/|my_labs/|tests/|results/)?\w+\.py")
 BREAKS = re.compile(r"labs/break_it\.py (\w+\.py) (\w+)")
 
 
@@ -52,7 +52,9 @@ def test_what_a_command_names_exists(line):
         return
     named = [w for w in command[1:] if SCRIPT.fullmatch(w) and w != "SCRIPT.py"]
     assert named or "-m" in command, line
-    source = "".join((ROOT / name).read_text() for name in named)
+    source = "".join((ROOT / name.removeprefix("my_")).read_text() for name in named)
+    if any("labs/" in name for name in named):  # options of all labs, and of one
+        source += "".join(file.read_text() for file in (ROOT / "labs").glob("**/*.py"))
     launched = command[command.index(named[0]) :] if named else []
     for option in re.findall(r"--[a-z][a-z-]*", " ".join(launched)):
         assert f'"{option}"' in source, f"{named} have no {option}"
@@ -79,9 +81,8 @@ def test_links_resolve(path):
 @EACH_DOC
 def test_options_named_exist(path):
     """Every --option named in the text is one of some script, of torchrun, pip or Megatron."""
-    files = [
-        file for folder in (".", "labs", "tests", "results") for file in ROOT.glob(f"{folder}/*.py")
-    ]
+    folders = ".", "labs", "labs/experiments", "tests", "results"
+    files = [file for folder in folders for file in ROOT.glob(f"{folder}/*.py")]
     sources = "".join(file.read_text() for file in files)
     others = {"--nproc", "--nproc_per_node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint"}
     others |= {"--no-deps", "--sequence-parallel", "--help", "--check"}
@@ -120,6 +121,7 @@ ELSEWHERE = {  # commands that are run as they stand, but not by the test below
     r"make |python3 -m venv": ".ci/run",
     r"torchrun --nnodes": "test_nodes.py and test_lab8.py, on one machine",
     r"python labs/lab\d_\w+\.py$": "test_lab1.py to test_lab8.py",
+    r"python my_labs/lab1_collectives\.py": "test_lab1.py, with other right answers",
     r"python tests/copies\.py": "test_user.py, on a copy",
     r"python tests/mutants\.py$": "test_mutants.py: a sample of them",
     r"\$GGUF": "test_real_weights.py",

@@ -6,17 +6,12 @@ import shutil
 
 import pytest
 from conftest import ROOT, python
+from learner import grade as grading
 
 LABS = sorted((ROOT / "labs").glob("lab*.py"))
 SMALL_LAB = '''
 import torch
 import torch.distributed as dist
-
-
-class Wrong(Exception):
-    def __init__(self, found, hint=""):
-        super().__init__(found, hint)
-        self.found, self.hint = found, hint
 
 
 def helper(x):
@@ -28,6 +23,21 @@ def twice(x):
     # exercise: twice
     return helper(x) + helper(x)
     # end exercise
+'''
+TOTAL = '''
+
+def total(x, group):
+    """The sum of x over the ranks, in a new tensor. x (n)."""
+    # exercise: total
+    x = x.clone()
+    dist.all_reduce(x, group=group)
+
+    return x  # comments and empty lines do not count
+    # end exercise
+'''
+CHECKS = """
+import torch
+from ranks import Wrong
 
 
 def check_twice(lab, group, seed):
@@ -36,49 +46,40 @@ def check_twice(lab, group, seed):
     return "twice"
 
 
+def check_total(name):
+    def check(lab, group, seed):
+        x = torch.arange(3.0) + seed + group.rank()
+        right = 2 * (torch.arange(3.0) + seed) + 1
+        y = getattr(lab, name)(x, group)
+        if torch.equal(y, x):
+            raise Wrong("the sum is off", "every rank's x counts")
+        if not torch.equal(y, right):
+            raise Wrong("the sum is off")
+        return "the sum is right"
+
+    return check, 2
+
+
 CHECKS = {"twice": (check_twice, 1)}
-'''
-TOTAL = '''
-def total(x, group):
-    """The sum of x over the ranks, in a new tensor. x (n)."""
-    # exercise: total
-    x = x.clone()
-    dist.all_reduce(x, group=group)
-    return x
-    # end exercise
-
-
-def check_total(lab, group, seed):
-    x = torch.arange(3.0) + seed + group.rank()
-    right = 2 * (torch.arange(3.0) + seed) + 1
-    y = lab.total(x, group)
-    if torch.equal(y, x):
-        raise Wrong("the sum is off", "every rank's x counts")
-    if not torch.equal(y, right):
-        raise Wrong("the sum is off")
-    return "the sum is right"
-
-
-CHECKS["total"] = check_total, 2
-'''
+CHECKS |= {name: check_total(name) for name in (f"total{i}" for i in range(%d))}
+"""
 WRONG = {  # an answer to total, and what is said of it
     "    return x\n": "the sum is off",
     "    return x +\n": "SyntaxError",
     "  return x\n": "IndentationError",
     "    return y\n": "NameError: name 'y' is not defined (in: return y)",
-    "    while True:\n        pass\n": "no answer from rank",
-    "    dist.recv(x, 1 - group.rank())\n    return x\n": "no answer from rank",
-    "    import os\n    os._exit(0)\n": "died",
+    "    while True:\n        pass\n": "no answer from ranks",
+    "    dist.recv(x, 1 - group.rank())\n    return x\n": "no answer from ranks",
+    "    import os\n    os._exit(5)\n": "died, exit code 5",
+    "    import os\n    os.abort()\n": "died of SIGABRT",
     "    raise SystemExit(0)\n": "SystemExit",
     "    print('noise')\n    return None\n": "TypeError",
     "    raise ValueError(str(x.tolist()))\n": "ValueError",
 }
-TOTALS = "".join(
-    TOTAL.replace("total", f"total{i}") for i in range(len(WRONG))
-)  # one exercise for each
+TOTALS = "".join(TOTAL.replace("total", f"total{i}") for i in range(len(WRONG)))  # one for each
 
 
-RIGHT = re.compile(r"    x = x\.clone.*?return x\n", re.S)
+RIGHT = re.compile(r"    x = x\.clone.*?return x  [^\n]*\n", re.S)
 
 
 def grader(folder, *options):
@@ -92,9 +93,11 @@ def grader(folder, *options):
 @pytest.fixture
 def desk(tmp_path):
     """Such a folder, with the lab handed out."""
-    (tmp_path / "labs").mkdir()
-    shutil.copy(ROOT / "labs" / "grade.py", tmp_path / "labs")
+    (tmp_path / "labs" / "checks").mkdir(parents=True)
+    for file in ("grade.py", "ranks.py"):
+        shutil.copy(ROOT / "labs" / file, tmp_path / "labs")
     (tmp_path / "labs" / "lab0_small.py").write_text(SMALL_LAB + TOTALS)
+    (tmp_path / "labs" / "checks" / "lab0.py").write_text(CHECKS % len(WRONG))
     run, _ = grader(tmp_path, "start", "lab0")
     assert run.returncode == 0, run.stderr
     return tmp_path
@@ -104,7 +107,9 @@ def test_hands_out_and_refuses_to_overwrite(desk):
     mine = desk / "my_labs" / "lab0_small.py"
     text = mine.read_text()
     assert text.count("raise NotImplementedError") == 1 + len(WRONG) and "all_reduce" not in text
-    assert "raise NotImplementedError('The sum of x over the ranks, in a new tensor.')" in text
+    task = "raise NotImplementedError('The sum of x over the ranks, in a new tensor.')"
+    assert f"    {task}  # about 3 lines\n" in text
+    assert "    raise NotImplementedError('2 x.')  # about 1 line\n" in text
     again, _ = grader(desk, "start", "lab0")
     assert (
         again.returncode == 2 and again.stderr.startswith("error: ") and "--force" in again.stderr
@@ -116,7 +121,7 @@ def test_hands_out_and_refuses_to_overwrite(desk):
 def test_right_answers_pass(desk):
     run, results = grader(desk, "lab0", "--file", desk / "labs" / "lab0_small.py")
     assert run.returncode == 0 and all(result["passed"] for result in results.values())
-    assert run.stdout.splitlines()[-1] == "PASS lab0_small: 11 of 11 exercises pass"
+    assert run.stdout.splitlines()[-1] == "PASS lab0_small: 12 of 12 exercises pass"
 
 
 @pytest.mark.slow
@@ -131,21 +136,22 @@ def test_each_wrong_answer_fails_alone(desk):
     assert results["twice"]["passed"], "graded as if nothing else were wrong"
     assert results["total0"]["hint"] == "every rank's x counts"
     assert "hint: every rank's x counts" in run.stdout
+    assert "differ in size" in results["total7"]["hint"]
     assert run.stdout.splitlines()[-1].startswith(
-        "FAIL lab0_small: 1 of 11 exercises pass (the same inputs"
+        "FAIL lab0_small: 1 of 12 exercises pass (the same inputs"
     )
-    assert re.search(r"\[([56])\.0, ", results["total9"]["report"]), (
+    assert re.search(r"\[([56])\.0, ", results["total10"]["report"]), (
         "--seed 5 is what the check drew from"
     )
-    _, again = grader(desk, "lab0", "--only", "total9")
-    assert again["total9"]["report"] != results["total9"]["report"], "without --seed inputs are new"
+    _, again = grader(desk, "lab0", "--only", "total10")
+    assert again["total10"]["report"] != results["total10"]["report"], (
+        "without --seed inputs are new"
+    )
 
 
 def test_checks_are_not_the_learners(desk):
-    text = SMALL_LAB + RIGHT.sub("    return 0 * x\n", TOTALS).replace(
-        'raise Wrong("the sum is off")', "pass"
-    )
-    text += "CHECKS = {name: (lambda *_: 'fine', 1) for name in CHECKS}\nclass Wrong(Exception):\n    pass\n"
+    text = SMALL_LAB + RIGHT.sub("    return 0 * x\n", TOTALS)
+    text += "CHECKS = {f'total{i}': (lambda *_: 'fine', 1) for i in range(99)}\n"
     (desk / "my_labs" / "lab0_small.py").write_text(text)
     run, results = grader(desk, "lab0", "--only", "total0")
     assert run.returncode == 1 and results["total0"]["report"].endswith("the sum is off")
@@ -195,27 +201,19 @@ def test_bad_input(options, message):
 @pytest.mark.slow
 @pytest.mark.parametrize("lab", LABS, ids=lambda lab: lab.stem)
 def test_the_empty_lab_grades_0(lab, tmp_path):
-    (tmp_path / "labs").mkdir()
-    for file in (lab, ROOT / "labs" / "grade.py"):
-        shutil.copy(file, tmp_path / "labs")
-    grade, results = tmp_path / "labs" / "grade.py", tmp_path / "results.json"
-    assert python(grade, "start", lab.stem).returncode == 0
-    run = python(grade, lab.stem, "--json", results)
-    assert run.returncode == 1, run.stderr
+    mine, results = tmp_path / lab.name, tmp_path / "results.json"
+    mine.write_text(grading.emptied(lab.read_text()))
+    assert grading.main([lab.stem, "--file", str(mine), "--json", str(results)]) == 1
     exercises = json.loads(results.read_text())["exercises"]
     names = re.findall(r"# exercise: (\w+)", lab.read_text())
     assert set(names) == set(exercises), "every exercise has a check, and every check an exercise"
-    assert all(
-        "not done yet: " in result["report"] and not result["passed"]
-        for result in exercises.values()
-    )
+    for result in exercises.values():
+        assert "not done yet: " in result["report"] and not result["passed"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lab", LABS, ids=lambda lab: lab.stem)
-def test_the_finished_lab_grades_100(lab, tmp_path):
-    run = python("labs/grade.py", lab.stem, "--file", lab)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert re.fullmatch(
-        rf"PASS {lab.stem}: (\d+) of \1 exercises pass", run.stdout.splitlines()[-1]
-    )
+def test_the_finished_lab_grades_100(lab, capsys):
+    assert grading.main([lab.stem, "--file", str(lab)]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(rf"PASS {lab.stem}: (\d+) of \1 exercises pass", last)
