@@ -6,7 +6,6 @@ the grader checks, labs/experiments/labN.py what the finished lab shows. A learn
 
 import argparse
 import copyreg
-import gc
 import importlib.util
 import multiprocessing
 import os
@@ -14,7 +13,6 @@ import re
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 import warnings
@@ -121,27 +119,19 @@ def load(path):
 copyreg.pickle(type(sys), lambda lab: (load, (lab.__file__,)))  # a lab's module goes to ranks
 
 
-def rank_main(pipe):
-    """A rank's process: join the others of a task, run it, answer; then the next task."""
+def rank_main(pipe, rank, world, rendezvous, limit):
+    """A rank's process: join the others, run the task that comes through the pipe, answer."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # gloo complains there of ranks that were ended
+    signal.alarm(limit)  # the parent ends it long before; this is for one that was killed
     torch.set_num_threads(1)
     # torch 2.13 renames all_gather_into_tensor and reduce_scatter_tensor; 2.11 has the old names
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    with suppress(EOFError):  # nobody is left to give tasks
-        while True:
-            rank, world, rendezvous, limit = pipe.recv()
-            signal.alarm(limit)  # the parent ends it long before; this is for one that was killed
-            torch.manual_seed(0)
-            store = dist.FileStore(rendezvous, world)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-            pipe.send(answer(pipe))
-            pipe.recv()  # a rank that leaves early would break the others' connections
-            meshes = any(type(x) is dist.DeviceMesh for x in gc.get_objects())  # DTensor caches
-            if meshes or threading.active_count() > 1:  # or some thread is stuck in the task
-                os._exit(0)
-            dist.destroy_process_group()
-            signal.alarm(0)
-            pipe.send("free")
+    store = dist.FileStore(rendezvous, world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    pipe.send(answer(pipe))
+    with suppress(EOFError):
+        pipe.recv()  # a rank that leaves early would break the others' connections
+    os._exit(0)
 
 
 def answer(pipe):
@@ -160,50 +150,34 @@ def answer(pipe):
         return False, Wrong(f"{type(problem).__name__}: {first} (in: {ours[-1]})")
 
 
-FREE = []  # (process, pipe) of ranks that wait for a task
-
-
-def new_rank():
-    here, there = PROCESSES.Pipe()
-    process = PROCESSES.Process(target=rank_main, args=(there,), daemon=True)
-    process.start()
-    there.close()
-    return process, here
-
-
 def on_ranks(world, function, *args, timeout=60):
     """[function(group, *args) of each rank], run by `world` processes of this machine, over gloo.
 
     Raises Wrong: that of a rank, or one naming the ranks still busy after `timeout` seconds.
     function is one of a module's own; args and results can be pickled, and a lab's module too.
-    The processes are kept for the next call, but for those that hang or died.
+    Each call has processes of its own, forks of one that was started once: whatever a task leaves
+    behind (a thread, DTensor's caches) is nobody else's.
     """
-    FREE[:] = [rank for rank in FREE if rank[0].is_alive()]
-    team = [FREE.pop() if FREE else new_rank() for _ in range(world)]
-    busy = {pipe: rank for rank, (_, pipe) in enumerate(team)}
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            for pipe, rank in busy.items():
-                pipe.send((rank, world, f"{folder}/store", int(timeout) + 60))
-                pipe.send((function, args))
-            return collect(team, busy, timeout)
-    finally:
-        for process, pipe in team:
-            if pipe in busy:
+    team = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for rank in range(world):
+                here, there = PROCESSES.Pipe()
+                how = there, rank, world, f"{folder}/store", int(timeout) + 60
+                team.append((PROCESSES.Process(target=rank_main, args=how, daemon=True), here))
+                team[-1][0].start()
+                there.close()
+                here.send((function, args))
+            return collect(team, {pipe: rank for rank, (_, pipe) in enumerate(team)}, timeout)
+        finally:
+            for process, _ in team:
                 process.kill()
-            with suppress(OSError):  # it is dead
-                pipe.send("all have answered")
-        for process, pipe in team:
-            with suppress(OSError, EOFError):
-                if pipe.poll(10) and pipe.recv() == "free":
-                    FREE.append((process, pipe))
-                    continue
-            process.kill()
-            process.join()
+            for process, _ in team:
+                process.join()
 
 
 def collect(team, busy, timeout):
-    """The ranks' results in their order; raises Wrong. Leaves in busy {pipe: rank} the silent."""
+    """The ranks' results in their order, busy: {pipe: rank}; raises Wrong."""
     results, wrong, end = [None] * len(team), {}, time.monotonic() + timeout
     while busy and (ready := connection.wait(busy, max(0, end - time.monotonic()))):
         for pipe in ready:
