@@ -38,6 +38,7 @@ WAIT = ["--timeout", "20"]  # a rank that waits longer for another one ends
 NOT_RUN = {  # what correctness without further options never runs; each has tests of its own
     "expected_traffic": "benchmark mode's formula",
     "check_shape": "refuses what cannot work",
+    "settle": "the same, and fills in defaults",
     "parallelize_dtensor": "--dtensor",
     "TorchPipeline": "--torch",
     "bubble_formula": "--mode schedule",

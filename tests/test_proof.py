@@ -333,3 +333,30 @@ def test_a_rank_holds_its_own_weights_and_nothing_else(ranks, script, options):
     if not options:
         codes, output = ranks(2, only_its_own, script, {WRAP: CYCLE}, argv)
         assert 1 in codes and "alive" in output, output
+
+
+def spares(script, argv):
+    """With recomputation each layer runs twice, its MLP in tiles; offload says so to autograd."""
+    script = load(script)
+    args = script.parse(argv)
+    group, offloads, runs, tokens = script.start(args), [], [], []
+    keep = script.save_on_cpu
+    script.recompute.__globals__["save_on_cpu"] = lambda **how: offloads.append(how) or keep(**how)
+    model = script.make_parallel(script.load_model(args), group, args)
+    layers = [layer for layer in model.model.layers if hasattr(layer, "mlp")]  # pp: a stage's
+    for layer in layers:
+        layer.self_attn.q_proj.register_forward_hook(lambda *_: runs.append(1))
+        layer.mlp.act_fn.register_forward_hook(lambda _, x, y: tokens.append(y.shape[1]))
+    script.train_step(model, *script.proof_batch(args, group), group, args)
+    batches = getattr(args, "microbatches", 1)
+    assert len(runs) == len(layers) * batches * (1 if args.recompute == "none" else 2), len(runs)
+    assert (max(tokens) <= 2) == (args.recompute != "none"), f"tiles of {max(tokens)}"
+    assert len(offloads) == (args.recompute == "offload") * len(layers) * batches, offloads
+
+
+@pytest.mark.parametrize("script", STRATEGIES)
+@pytest.mark.parametrize("how", ["block", "offload", "none"])
+def test_what_spares_memory_is_done(ranks, script, how):
+    argv = [*ranks.small, "--tile", "1", "--recompute", how]
+    codes, output = ranks(2, spares, script, argv)
+    assert codes == [0, 0], output
