@@ -758,8 +758,8 @@ def draw(rows, options, path):
     figure = Figure(figsize=(13, 2.2 + 0.32 * max(len(rows), 6)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     left.bar_label(left.barh(names, tokens), [f"{n:,}" for n in tokens], padding=3)
-    left.set(title=f"longest sequence in tokens, {options.how}", xticks=[], xmargin=0.15)
-    begin = [0.0] * len(rows)
+    begin, room = [0.0] * len(rows), 1.25 * max(tokens, default=1)  # for the bars' labels
+    left.set(title=f"longest sequence in tokens, {options.how}", xticks=[], xlim=(0, room))
     for part, colour in zip(PARTS, colours):
         sizes = [row["breakdown"][part] / GIB for row in rows]
         if any(sizes):

@@ -63,7 +63,7 @@ def splice(lab, path, exercise, regions):
     return path
 
 
-def graded(lab, file, exercise, bug=None, seed=1, timeout=30):
+def graded(lab, file, exercise, bug=None, seed=1, timeout=120):
     """What a lab's check of an exercise says of a file: (passed, report, hint)."""
     check, world = lab.CHECKS[exercise]
     try:

@@ -46,7 +46,7 @@ def answered(lab, answers):
     return text
 
 
-def graded(lab, exercise, regions=(), bug=None, seed=7, timeout=30):
+def graded(lab, exercise, regions=(), bug=None, seed=7, timeout=90):
     """(passed, report and hint) of an exercise with these answers, or with a bug."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / lab.name

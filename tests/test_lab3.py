@@ -171,7 +171,7 @@ def test_bad_input_is_one_line(options, message, capsys):
 def check(name, file=FILE, bug=None, seed=5):
     """What an exercise's check reports on a file; raises lab.Wrong."""
     _, world = lab.CHECKS[name]
-    return lab.on_ranks(world, lab.check_on_rank, str(file), bug, name, seed, timeout=40)[0]
+    return lab.on_ranks(world, lab.check_on_rank, str(file), bug, name, seed, timeout=120)[0]
 
 
 @pytest.mark.parametrize("bug", lab.BUGS, ids=lambda bug: bug.__name__)

@@ -16,7 +16,7 @@ import lab5_tp_plans as lab5  # noqa: E402
 pytestmark = pytest.mark.slow  # minutes, with the other labs'
 
 LAB = ROOT / "labs" / "lab5_tp_plans.py"
-graded = partial(conftest.graded, lab5, timeout=60)
+graded = partial(conftest.graded, lab5)
 splice = partial(conftest.splice, lab5)
 
 
