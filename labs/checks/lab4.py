@@ -1,0 +1,499 @@
+"""Lab 4's checks, each of which runs on every rank, and the bugs that they have to catch.
+
+Values and gradients are compared with one device's; a Link logs what starts and what waits, and
+its order is what is judged, never how long something took.
+"""
+
+import inspect
+import math
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from functools import partial
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from ranks import LABS, TorchDispatchMode, Traffic, Wrong, expect, expect_close, load
+from torch.utils._pytree import tree_leaves
+
+finished = load(LABS / "lab4_overlap.py")  # not the learner's
+
+LATE = 0.1  # seconds that one of the ranks joins each message late
+START = "start the message before the GEMM that hides it"
+WAIT = "wait after the GEMM, which then hides the message, and before its result is read"
+TP_ORDER = [  # (first, then, hint)
+    ("dgrad", "start all_reduce", "it sends dx"),
+    ("start all_reduce", "wgrad", START),
+    ("wgrad", "wait all_reduce", WAIT),
+]
+SP_ORDER = [
+    ("start all_gather", "dgrad", START),
+    ("dgrad", "wait all_gather", WAIT),
+    ("wait all_gather", "wgrad", "wgrad reads what is gathered: wait for it"),
+    ("dgrad", "start reduce_scatter", "it sends dx"),
+    ("start reduce_scatter", "wgrad", START),
+    ("wgrad", "wait reduce_scatter", WAIT),
+]
+
+
+class Link(TorchDispatchMode):
+    """A slow wire beside the processor, and a log of what happens when (times in seconds).
+
+    Inside it dist's collectives run on a thread of their own, one after the other, while the caller
+    goes on. Each takes seconds_per_byte for each of its bytes on the wire, after delay(), if any;
+    only then does it read and write its tensors. What it will receive into is NaN until then.
+
+    mode "overlapped"; "blocking": a start waits at once, as with async_op=False; "unwaited": wait()
+    does not. gemms {elements of the output: name}. After it:
+    log [(what, begin, end)]: "start all_gather", "wait all_gather", "dgrad", ..., in their order;
+    messages [(op, begin, end)]: when they travelled; traffic: message bytes; wire: bytes sent.
+    """
+
+    OPS = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather"}
+    OPS |= {"reduce_scatter_tensor": "reduce_scatter"}
+    if hasattr(dist, "all_gather_single"):  # their names since torch 2.13
+        OPS |= {"all_gather_single": "all_gather", "reduce_scatter_single": "reduce_scatter"}
+
+    def __init__(self, gemms, seconds_per_byte=0.0, delay=None, mode="overlapped"):
+        super().__init__()
+        self.gemms, self.mode = gemms, mode
+        self.seconds_per_byte, self.delay = seconds_per_byte, delay
+        self.log, self.messages, self.traffic, self.wire = [], [], Traffic(), 0
+
+    def __enter__(self):
+        self.thread, self.patches = ThreadPoolExecutor(1), ExitStack()
+        for name, op in self.OPS.items():
+            start = partial(self.start, getattr(dist, name), op)
+            self.patches.enter_context(mock.patch.object(dist, name, start))
+        return super().__enter__()
+
+    def __exit__(self, *problem):
+        super().__exit__(*problem)
+        self.thread.shutdown()  # what nobody waited for arrives too
+        self.patches.close()
+
+    def start(self, collective, op, *args, **kwargs):
+        given = inspect.signature(collective).bind(*args, **kwargs).arguments
+        async_op, group = given.pop("async_op", False), given.get("group") or dist.group.WORLD
+        tensors = [tensor for tensor in given.values() if isinstance(tensor, torch.Tensor)]
+        begin, message = time.perf_counter(), max(tensor.nbytes for tensor in tensors)
+        factor = 2 if op == "all_reduce" else 1  # it is a reduce-scatter and an all-gather
+        wire = factor * message * (group.size() - 1) // group.size()  # bytes that a rank sends
+        if tensors[0].untyped_storage().data_ptr() != tensors[-1].untyped_storage().data_ptr():
+            tensors[0].fill_(torch.nan)
+
+        def carry():
+            begin = time.perf_counter()
+            if self.delay:
+                self.delay()
+            time.sleep(self.seconds_per_byte * wire)
+            with self.traffic:  # a dispatch mode belongs to a thread
+                collective(**given)
+            self.wire += wire
+            self.messages.append((op, begin, time.perf_counter()))
+
+        arrival = self.thread.submit(carry)
+        self.note(f"start {op}", begin)
+        if self.mode == "blocking" or not async_op:
+            self.wait(op, arrival)
+        return SimpleNamespace(wait=partial(self.wait, op, arrival)) if async_op else None
+
+    def wait(self, op, arrival):
+        begin = time.perf_counter()
+        if self.mode != "unwaited":
+            arrival.result()
+        self.note(f"wait {op}", begin)
+
+    def note(self, what, begin):
+        self.log.append((what, begin, time.perf_counter()))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        begin = time.perf_counter()
+        out = func(*args, **(kwargs or {}))
+        if func._opname in ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_"):
+            self.note(self.gemms.get(out.numel(), "another GEMM"), begin)
+        return out
+
+
+# Copied from tp.py
+def split(n, rank, world):
+    """[start, end) of the rank's share of n things: the first n % world ranks hold one more."""
+    base, extra = divmod(n, world)
+    return rank * base + min(rank, extra), (rank + 1) * base + min(rank + 1, extra)
+
+
+def one_device(generator, group, s, b, h, o, way, bias=True):
+    """A linear layer on one device, and what this rank holds of it and should get.
+
+    Returns x, weight, bias, dy: this rank's inputs; y, dx, dw, db: what one device gives there;
+    own_dx: dx without the other ranks; gemms: the names of the layer's GEMMs, for a Link.
+    """
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    x, weight, dy = randn(s, b, h), randn(o, h), randn(s, b, o)
+    offset = randn(o) if bias else torch.zeros(o)
+    start, end = split(o, group.rank(), group.size())
+    weight_shard, dy_shard = weight[start:end].clone(), dy[..., start:end].clone()
+    tokens = slice(None) if way == "TP" else slice(*split(s, group.rank(), group.size()))
+    return SimpleNamespace(
+        x=x[tokens].clone().requires_grad_(),
+        weight=weight_shard.requires_grad_(),
+        bias=offset[start:end].clone().requires_grad_() if bias else None,
+        dy=dy_shard,
+        y=(x @ weight.T + offset)[..., start:end],
+        dx=(dy @ weight)[tokens],
+        own_dx=(dy_shard @ weight_shard.detach())[tokens],
+        dw=(dy.flatten(0, 1).T @ x.flatten(0, 1))[start:end],
+        db=dy.sum((0, 1))[start:end] if bias else None,
+        gemms={s * b * h: "dgrad", (end - start) * h: "wgrad", s * b * (end - start): "forward"},
+    )
+
+
+def draw_layers(seed, group, way):
+    """Two layers of one_device(), of different uneven sizes, the second without bias.
+
+    A rank has fewer output features than inputs, and fewer of those than tokens: no two GEMMs are
+    as large.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    layers = []
+    for bias in True, False:
+        n, h, o = (
+            torch.randint(low, low + 5, (), generator=generator).item() for low in (3, 8, 11)
+        )
+        layers.append(one_device(generator, group, n * group.size(), 2, h, o, way, bias))
+    return layers
+
+
+def kept_storages(layer, function, group):
+    """(y, {address: bytes}) of what function keeps for its backward, the weight's not counted."""
+    kept = []
+
+    def note(tensor):
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        y = function(layer.x, layer.weight, layer.bias, group)
+    kept += [t for t in tree_leaves(list(vars(y.grad_fn).values())) if isinstance(t, torch.Tensor)]
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+    sizes.pop(layer.weight.untyped_storage().data_ptr(), None)
+    return y, sizes
+
+
+def expect_order(log, wanted):
+    """Raise Wrong unless the log has, for each (first, then, hint), first before then."""
+    order = [what for what, _, _ in log]
+    for first, then, hint in wanted:
+        for what in first, then:
+            expect(what in order, f"no '{what}' in the backward: {', '.join(order)}", hint)
+        found = f"'{then}' is before '{first}': {', '.join(order)}"
+        expect(order.index(first) < order.index(then), found, hint)
+
+
+def expect_moved(link, nbytes, ops):
+    """Raise Wrong unless the link carried each of ops once, with so many message bytes in it."""
+    moved, wanted = link.traffic.ops, {op: [1, nbytes] for op in ops}
+    expect(moved == wanted, f"[calls, bytes] moved: {moved}, not {wanted}", "all tokens, once")
+
+
+def expect_same_as_one_device(layer):
+    """Raise Wrong unless y and all gradients are one device's; returns the worst error."""
+    named = [("y", layer.out, layer.y), ("dx", layer.x.grad, layer.dx)]
+    named.append(("dW", layer.weight.grad, layer.dw))
+    if layer.bias is not None:
+        named.append(("db", layer.bias.grad, layer.db))
+    worst = 0
+    for name, mine, right in named:
+        expect(mine is not None, f"{name} is None", "db = grad.sum((0, 1)) where it is needed")
+        with suppress(Wrong):
+            worst = max(worst, expect_close(name, mine, right))
+            continue
+        hint = "memory of BUFFER is the next layer's: never keep or return it"
+        expect_close(f"{name}, after another layer's turn,", mine, right, hints={hint: mine})
+    names = zip(["x", "weight", "dy"], (layer.x, layer.weight, layer.dy), layer.given)
+    for name, now, before in names:
+        expect(torch.equal(now, before), f"{name} is overwritten", "a collective works in place")
+    return worst
+
+
+def check_layers(function, group, seed, way, order, forward, backward):
+    """Both layers forward, then both backward, one rank late, and only then compared.
+
+    order: of the backward, as expect_order() takes it; forward, backward: the collectives allowed.
+    Returns the worst error and the first layer.
+    """
+    layers, worst = draw_layers(seed, group, way), 0
+    delay = partial(time.sleep, LATE) if group.rank() == seed % group.size() else None
+    shards = group.size() if way == "SP" else 1  # x holds one of them
+    for layer in layers:
+        layer.given = [t.detach().clone() for t in (layer.x, layer.weight, layer.dy)]
+        with Link(layer.gemms, delay=delay) as link:
+            layer.out, sizes = kept_storages(layer, function, group)
+        expect_moved(link, shards * layer.x.nbytes, forward)
+        kept = sum(sizes.values())
+        found = f"{kept} bytes are kept for the backward; {layer.x.nbytes} will do"
+        expect(kept <= layer.x.nbytes, found, "keep the shard x, not the gathered one")
+    for layer in reversed(layers):
+        with Link(layer.gemms, delay=delay) as link:
+            layer.out.backward(layer.dy)
+            expect(layer.x.grad is not None, "dx is None", "backward returns it first")
+            expect(layer.weight.grad is not None, "dW is None", "backward returns it after dx")
+            early = layer.x.grad.clone()  # before what was not waited for arrives
+        expect_order(link.log, order)
+        expect_moved(link, shards * layer.x.nbytes, backward)
+        summed = {"every rank's part of dx goes into the sum, before it is returned": layer.own_dx}
+        worst = max(worst, expect_close("dx", early, layer.dx, hints=summed))
+        expect_close("dW", layer.weight.grad, layer.dw)
+    for layer in layers:  # after the other layer has used the buffer
+        worst = max(worst, expect_same_as_one_device(layer))
+    return worst, layers[0]
+
+
+def check_memory_buffer(lab, group, seed):
+    generator = torch.Generator().manual_seed(seed)
+    a, b, c = (torch.randint(2, 9, (), generator=generator).item() for _ in range(3))
+    buffer = lab.GlobalMemoryBuffer()
+
+    def get(*shape, dtype=torch.float32, name="mpu", of=buffer):
+        tensor = of.get_tensor(shape, dtype, name)
+        expect(isinstance(tensor, torch.Tensor), f"get_tensor returns {type(tensor).__name__}")
+        found = f"{tuple(tensor.shape)} {tensor.dtype}, not {shape} {dtype}"
+        expect(tensor.shape == shape and tensor.dtype == dtype, found, "the key is (name, dtype)")
+        expect(tensor.is_contiguous(), "it is not contiguous", "a collective wants it so")
+        return tensor
+
+    first = get(a, b, c).fill_(1)
+    small = get(c, b - 1).fill_(2)
+    aliased = small.data_ptr() == first.data_ptr()
+    expect(aliased, "a smaller tensor gets memory of its own", "what is there is large enough")
+    expect(first.flatten()[0] == 2, "what is written to the second is not seen in the first")
+    again = get(c, b, a).data_ptr() == first.data_ptr()
+    expect(again, "another shape gets memory of its own", "the key is (name, dtype)")
+    large = get(a + 1, b, c)
+    held = large.untyped_storage().nbytes()
+    expect(held == large.nbytes, f"{held} bytes are held for {large.nbytes}")
+    expect(get(a, c).data_ptr() == large.data_ptr(), "it shrinks again", "it only grows")
+    others = {
+        "another dtype": get(a, b, dtype=torch.bfloat16),
+        "another name": get(a, b, name="other"),
+        "another buffer": get(a, b, of=lab.GlobalMemoryBuffer()),
+    }
+    for what, other in others.items():
+        expect(other.data_ptr() != large.data_ptr(), f"{what} shares memory")
+    get(0, c)
+    return f"6 tensors share {held} bytes; another dtype, name or buffer has its own"
+
+
+def check_accumulation_fusion(lab, group, seed):
+    generator = torch.Generator().manual_seed(seed)
+    s, b, h, o, batches = 5, 2, 9, 7, 64
+    randn = partial(torch.randn, generator=generator)
+    weight, main_grad = randn(o, h).bfloat16().requires_grad_(), randn(o, h)
+    right, rounded = main_grad.double(), main_grad.clone()
+    in_bfloat16, before = main_grad.bfloat16(), main_grad.clone()
+    x, grad = randn(s, b, h).bfloat16(), randn(s, b, o).bfloat16()
+    alone = grad.flatten(0, 1).T @ x.flatten(0, 1)
+    expect_close("dW without main_grad", lab.weight_gradient(grad, x, None), alone, 1e-2)
+    weight.main_grad = main_grad
+    for _ in range(batches):  # the same sign in all: as gradients are, and where bfloat16 stalls
+        x, grad = randn(s, b, h).abs().bfloat16(), randn(s, b, o).abs().bfloat16()
+        y = lab.tp_linear(x.requires_grad_(), weight, None, group)
+        y.backward(grad)
+        x, grad = x.detach().flatten(0, 1), grad.flatten(0, 1)
+        right += grad.double().T @ x.double()
+        rounded += (grad.T @ x).float()
+        in_bfloat16 += grad.T @ x
+    hint = "return None where main_grad got it"
+    expect(weight.grad is None, "a gradient tensor is made too", hint)
+    hints = {
+        "the product is rounded to bfloat16 before it is added": rounded,
+        "it is added up in bfloat16": in_bfloat16.float(),
+        "add to what is there": grad.float().T @ x.float(),
+        "nothing reached main_grad: work in place": before,
+    }
+    error = expect_close("main_grad", main_grad, right.float(), 1e-6, hints=hints)
+    apart = (in_bfloat16.double() - right).norm() / right.norm()
+    return f"{batches} microbatches: off by {error:.0e}; added up in bfloat16: {apart:.0e}"
+
+
+def check_tp_backward(lab, group, seed):
+    error, layer = check_layers(lab.tp_linear, group, seed, "TP", TP_ORDER, [], ["all_reduce"])
+    moved = f"all-reduce of {layer.x.nbytes} bytes"
+    return f"off by {error:.0e}; {moved} started before wgrad, waited after"
+
+
+def check_sp_linear(lab, group, seed):
+    asked, get_tensor = [], lab.BUFFER.get_tensor
+
+    def noting_get_tensor(*args, **kwargs):
+        asked.append(args)
+        return get_tensor(*args, **kwargs)
+
+    lab.BUFFER.get_tensor = noting_get_tensor
+    moved = ["all_gather"], ["all_gather", "reduce_scatter"]
+    error, layer = check_layers(lab.sp_linear, group, seed, "SP", SP_ORDER, *moved)
+    found = f"2 layers, forward and backward, take memory of BUFFER {len(asked)} times"
+    expect(len(asked) >= 4, found, "gather into BUFFER.get_tensor(shape, dtype, 'mpu')")
+    kept = f"{layer.x.nbytes} bytes kept of {layer.x.nbytes * group.size()}"
+    return f"off by {error:.0e}; {kept}; all-gather under dgrad, reduce-scatter under wgrad"
+
+
+CHECKS = {
+    "memory_buffer": (check_memory_buffer, 1),
+    "accumulation_fusion": (check_accumulation_fusion, 1),
+    "tp_backward": (check_tp_backward, 3),
+    "sp_linear": (check_sp_linear, 3),
+}
+
+
+# --------------------------------------------------------------------------------------------------
+# Sabotage: bugs that the checks have to catch, for --inject-bug
+# --------------------------------------------------------------------------------------------------
+
+
+class OtherDist:
+    """torch.distributed for a lab, with some functions replaced."""
+
+    def __init__(self, **replaced):
+        vars(self).update(replaced)
+
+    def __getattr__(self, name):
+        return getattr(dist, name)
+
+
+def replace_collectives(lab, change):
+    """Have the lab call change(name, *tensors, **options) for each of the link's collectives."""
+    lab.dist = OtherDist(**{name: partial(change, name) for name in Link.OPS})
+
+
+def waits_at_once(lab):
+    """Every message is waited for where it starts: nothing overlaps, all values right."""
+
+    def change(name, *tensors, **options):
+        getattr(dist, name)(*tensors, **options | {"async_op": False})
+        return SimpleNamespace(wait=lambda: None)
+
+    replace_collectives(lab, change)
+
+
+def leaves_when_waited_for(lab):
+    """A message starts only when it is waited for: nothing overlaps, all values right."""
+
+    def change(name, *tensors, async_op=False, **options):
+        send = partial(getattr(dist, name), *tensors, **options)
+        return SimpleNamespace(wait=send) if async_op else send()
+
+    replace_collectives(lab, change)
+
+
+def never_waits(lab):
+    """Nothing waits for a message."""
+
+    def change(name, *tensors, **options):
+        getattr(dist, name)(*tensors, **options)
+        return SimpleNamespace(wait=lambda: None)
+
+    replace_collectives(lab, change)
+
+
+def dx_not_summed(lab):
+    """The all-reduce brings every rank its own dx."""
+
+    def change(name, *tensors, **options):
+        tensors = [torch.clone(t) for t in tensors] if name == "all_reduce" else tensors
+        return getattr(dist, name)(*tensors, **options)
+
+    replace_collectives(lab, change)
+
+
+def gathered_input_kept(lab):
+    """The gathered x is kept for the backward beside the shard."""
+    right = lab.SPLinear.forward
+
+    def forward(ctx, x, weight, bias, group):
+        y = right(ctx, x, weight, bias, group)
+        ctx.total = x.repeat(group.size(), 1, 1)
+        return y
+
+    lab.SPLinear.forward = staticmethod(forward)
+
+
+def dx_in_shared_buffer(lab):
+    """The dx that the backward returns lives in the buffer that the next layer gathers into."""
+    right = lab.SPLinear.backward
+
+    def backward(ctx, grad):
+        dx, *rest = right(ctx, grad)
+        return lab.BUFFER.get_tensor(dx.shape, dx.dtype, "mpu").copy_(dx), *rest
+
+    lab.SPLinear.backward = staticmethod(backward)
+
+
+def buffer_never_reused(lab):
+    """Every get_tensor() allocates."""
+    lab.GlobalMemoryBuffer.get_tensor = lambda self, shape, dtype, name: torch.empty(
+        shape, dtype=dtype
+    )
+
+
+def buffer_ignores_name(lab):
+    """Two names share memory."""
+    right = lab.GlobalMemoryBuffer.get_tensor
+    lab.GlobalMemoryBuffer.get_tensor = lambda self, shape, dtype, name: right(
+        self, shape, dtype, "mpu"
+    )
+
+
+def buffer_shrinks(lab):
+    """Memory is held for the latest shape instead of the largest."""
+    right = lab.GlobalMemoryBuffer.get_tensor
+
+    def get_tensor(self, shape, dtype, name):
+        if (name, dtype) in self.buffer and self.buffer[name, dtype].numel() > 2 * math.prod(shape):
+            del self.buffer[name, dtype]
+        return right(self, shape, dtype, name)
+
+    lab.GlobalMemoryBuffer.get_tensor = get_tensor
+
+
+def product_rounded(lab):
+    """wgrad's product is rounded to bfloat16 before float32 adds it up."""
+    right = lab.weight_gradient
+
+    def weight_gradient(grad, x, main_grad):
+        dw = right(grad, x, None)
+        if main_grad is None:
+            return dw
+        main_grad += dw
+
+    lab.weight_gradient = weight_gradient
+
+
+def main_grad_overwritten(lab):
+    """Each microbatch's gradient replaces what main_grad had."""
+    right = lab.weight_gradient
+
+    def weight_gradient(grad, x, main_grad):
+        return right(grad, x, main_grad if main_grad is None else main_grad.zero_())
+
+    lab.weight_gradient = weight_gradient
+
+
+BUGS = [
+    waits_at_once,
+    leaves_when_waited_for,
+    never_waits,
+    dx_not_summed,
+    gathered_input_kept,
+    dx_in_shared_buffer,
+    buffer_never_reused,
+    buffer_ignores_name,
+    buffer_shrinks,
+    product_rounded,
+    main_grad_overwritten,
+]

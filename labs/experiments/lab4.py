@@ -1,0 +1,307 @@
+"""What the finished lab 4 shows: the gain by overlap, early reads, memory that must not be kept."""
+
+import statistics
+import time
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from checks.lab1 import appears, shared_folder
+from checks.lab4 import SP_ORDER, TP_ORDER, Link, expect_order, kept_storages, one_device
+from ranks import expect_close, on_ranks, positive, table
+
+TOKENS, HIDDEN, FEATURES = 512, 1024, 1920  # of the timed layer: 2 ranks, 960 output features each
+RATIOS = 0.25, 0.5, 1, 2, 4  # of the time of an all-gather to that of a GEMM
+LATE = 0.4  # seconds, in the experiment of who does not wait
+
+
+def layers_of(lab):
+    """{way: (its layer, the order of its backward)}"""
+    return {"TP": (lab.tp_linear, TP_ORDER), "SP": (lab.sp_linear, SP_ORDER)}
+
+
+def gemm_seconds(group, layer):
+    """Median time of the layer's dgrad GEMM while every rank runs its own, on the slowest rank."""
+    times = []
+    for _ in range(7):
+        dist.barrier(group)
+        begin = time.perf_counter()
+        layer.dy @ layer.weight.detach()
+        times.append(time.perf_counter() - begin)
+    slowest = torch.tensor(statistics.median(times[1:]))  # the first one warms up
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    return slowest.item()
+
+
+def run_backward(group, layer, y, **link):
+    """One backward through a Link: {"seconds", "log", "messages", "wire_bytes"}, from its start."""
+    layer.x.grad = layer.weight.grad = layer.bias.grad = None
+    with Link(layer.gemms, **link) as link:
+        dist.barrier(group)
+        begin = time.perf_counter()
+        y.backward(layer.dy, retain_graph=True)
+        run = {"seconds": time.perf_counter() - begin}
+    for name in "log", "messages":
+        run[name] = [[what, start - begin, end - begin] for what, start, end in getattr(link, name)]
+    return run | {"wire_bytes": link.wire}
+
+
+def hidden(run):
+    """The fraction of a run's message time during which a GEMM runs."""
+    gemms = [(begin, end) for what, begin, end in run["log"] if what in ("dgrad", "wgrad")]
+    spans = [(begin, end) for _, begin, end in run["messages"]]
+    under = sum(max(0, min(end, e) - max(begin, b)) for begin, end in spans for b, e in gemms)
+    return under / sum(end - begin for begin, end in spans)
+
+
+def timings_on_rank(group, lab, seed, pairs):
+    """Blocking and overlapped backwards in turn: TP once, SP at each ratio.
+
+    Returns (seconds of a GEMM, {(way, ratio): [(blocking run, overlapped run), ...]}).
+    """
+    generator, runs, gemm = torch.Generator().manual_seed(seed), {}, None
+    wire = 4 * TOKENS * HIDDEN * (group.size() - 1) / group.size()  # bytes of an all-gather
+    for way, (function, order) in layers_of(lab).items():
+        layer = one_device(generator, group, TOKENS, 1, HIDDEN, FEATURES, way)
+        y = function(layer.x, layer.weight, layer.bias, group)
+        gemm = gemm or gemm_seconds(group, layer)
+        for ratio in RATIOS if way == "SP" else [1]:
+            runs[way, ratio], pace = [], ratio * gemm / wire
+            for i in range(pairs if ratio == 1 else 3):
+                pair = {}
+                for mode in ("blocking", "overlapped")[:: (-1) ** i]:  # each goes first in turn
+                    pair[mode] = run_backward(group, layer, y, seconds_per_byte=pace, mode=mode)
+                    expect_close("dx", layer.x.grad, layer.dx)
+                    expect_close("dW", layer.weight.grad, layer.dw)
+                expect_order(pair["overlapped"]["log"], order)
+                runs[way, ratio].append((pair["blocking"], pair["overlapped"]))
+    return gemm, runs
+
+
+UNDER = {"all_reduce": "wgrad", "all_gather": "dgrad", "reduce_scatter": "wgrad"}
+
+
+def could_hide(run):
+    """(seconds gained were each message of a blocking run under its GEMM, messages / GEMMs)."""
+    gemms = {what: end - begin for what, begin, end in run["log"]}
+    messages = [(end - begin, gemms[UNDER[op]]) for op, begin, end in run["messages"]]
+    return sum(map(min, messages)), sum(m for m, _ in messages) / (gemms["dgrad"] + gemms["wgrad"])
+
+
+def timings(lab, args):
+    """The gain by overlap: {"gemm_seconds", "gains": rows, "timelines": {way: runs of rank 0}}."""
+    ranks = on_ranks(2, timings_on_rank, lab, args.seed, args.pairs, timeout=120)
+    gemm, rows, timelines = ranks[0][0], [], {}
+    for way, ratio in ranks[0][1]:
+        pairs = list(zip(*(runs[way, ratio] for _, runs in ranks)))  # [pair][rank][mode]
+        slowest = [[max(run[mode]["seconds"] for run in pair) for mode in (0, 1)] for pair in pairs]
+        gains = [blocking / overlapped for blocking, overlapped in slowest]
+        blocking, overlapped = (statistics.median(column) for column in zip(*slowest))
+        row = {"way": way, "ratio": ratio, "blocking_s": blocking, "overlapped_s": overlapped}
+        row["gain"] = statistics.median(gains)
+        could = [could_hide(rank[0]) for pair in pairs for rank in pair]
+        row["at_best"] = blocking / (blocking - statistics.median(gained for gained, _ in could))
+        row["message_over_gemm"] = statistics.median(over for _, over in could)
+        row["hidden"] = statistics.median(hidden(rank[1]) for pair in pairs for rank in pair)
+        rows.append(row)
+        if ratio == 1:
+            middle = gains.index(statistics.median_low(gains))
+            timelines[way] = dict(zip(["blocking", "overlapped"], pairs[middle][0]))
+    print(
+        f"\n{TOKENS} tokens, {HIDDEN} -> {FEATURES // 2} features on each of 2 ranks: a backward;"
+    )
+    print(f"a GEMM takes {1000 * gemm:.0f} ms; medians of {args.pairs} pairs, or 3")
+    print("(messages / GEMMs and at best: of the blocking runs, were each message under its GEMM)")
+    lines = [["", "messages / GEMMs", "blocking ms", "overlapped ms", "gain", "at best", "hidden"]]
+    for row in rows:
+        times = [f"{1000 * row[mode]:.0f}" for mode in ("blocking_s", "overlapped_s")]
+        gain = f"{row['gain']:.2f}", f"{row['at_best']:.2f}", f"{row['hidden']:.0%}"
+        lines.append([row["way"], f"{row['message_over_gemm']:.2f}", *times, *gain])
+    table(*lines)
+    return {"gemm_seconds": gemm, "gains": rows, "timelines": timelines}
+
+
+def unwaited_on_rank(group, lab, seed):
+    """What a late message does to who does not wait: rows with fractions of elements wrong.
+
+    Rank 1 joins once rank 0 has read its gradients, or, where that waits for rank 1, LATE later.
+    """
+    rows, generator = [], torch.Generator().manual_seed(seed)
+
+    def wrong(mine, right):
+        return (~torch.isclose(mine, right, rtol=1e-3, atol=1e-3)).double().mean().item()
+
+    with shared_folder(group) as folder:
+        for way, (function, _) in layers_of(lab).items():
+            for mode, most in ("overlapped", LATE), ("unwaited", 20):
+                layer = one_device(generator, group, 8, 2, 16, 10, way)
+                y = function(layer.x, layer.weight, layer.bias, group)
+                read = folder / f"{way}_{mode}"
+                delay = partial(appears, read, most) if group.rank() else None
+                with Link(layer.gemms, delay=delay, mode=mode):
+                    y.backward(layer.dy)
+                    errors = wrong(layer.x.grad, layer.dx), wrong(layer.weight.grad, layer.dw)
+                    read.touch() if group.rank() == 0 else None
+                row = {"way": way, "waits": mode == "overlapped"}
+                rows.append(row | dict(zip(("dx", "dw"), errors)))
+    return rows
+
+
+def unwaited(lab, args):
+    """The same backward, waiting and not, rank 1 late; returns (rows, what is off)."""
+    rows = on_ranks(2, unwaited_on_rank, lab, args.seed)[0]
+    print("\nrank 1 joins every message late: wrong elements of rank 0's gradients")
+    lines, off = [["", "handle.wait()", "dx", "dW"]], []
+    for row in rows:
+        called = "called" if row["waits"] else "left out"
+        line = [row["way"], called, f"{row['dx']:.0%}", f"{row['dw']:.0%}"]
+        lines.append(line)
+        if (row["dx"] or row["dw"]) if row["waits"] else row["dx"] <= 0.9:
+            off.append(f"{row['way']}, wait() {called}: {line[2]} of dx, {line[3]} of dW wrong")
+    table(*lines)
+    return rows, off
+
+
+class KeptLinear(torch.autograd.Function):
+    """sp_linear, but what was gathered, into place(shape), is kept for the backward; no bias."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, group, place):
+        ctx.group, ctx.shape = group, x.shape
+        total = place((group.size() * x.shape[0], *x.shape[1:]))
+        dist.all_gather_into_tensor(total, x, group=group)
+        ctx.save_for_backward(total, weight)
+        return F.linear(total, weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        total, weight = ctx.saved_tensors
+        mine = grad.new_empty(ctx.shape)
+        dist.reduce_scatter_tensor(mine, grad @ weight, group=ctx.group)
+        return mine, grad.flatten(0, 1).T @ total.flatten(0, 1), None, None, None
+
+
+SHARD, OWN, SHARED = "the shard, gathered again", "all of x", "all of x, in the shared buffer"
+
+
+def ways_to_keep(lab):
+    """{what is kept: a layer that keeps it}; the last, where Megatron gathers to read once."""
+
+    def in_shared_memory(shape):
+        return lab.BUFFER.get_tensor(shape, torch.float32, "mpu")
+
+    return {
+        SHARD: lab.sp_linear,
+        OWN: lambda *given: KeptLinear.apply(*given, torch.empty),
+        SHARED: lambda *given: KeptLinear.apply(*given, in_shared_memory),
+    }
+
+
+def aliasing_on_rank(group, lab, seed):
+    """Two layers, each of which keeps its input for the backward, in three ways: rows."""
+    rows = []
+    for kept, function in ways_to_keep(lab).items():
+        generator, memory = torch.Generator().manual_seed(seed), {}
+        layers = [one_device(generator, group, 128, 2, 256, 64, "SP", bias=False) for _ in range(2)]
+        for layer in layers:
+            layer.out, sizes = kept_storages(layer, function, group)
+            memory |= sizes
+        for layer in reversed(layers):
+            layer.out.backward(layer.dy)
+        off = [(torch.norm(one.weight.grad - one.dw) / torch.norm(one.dw)).item() for one in layers]
+        rows.append({"kept": kept, "bytes": sum(memory.values()), "dw_errors": off})
+    return rows
+
+
+def aliasing(lab, args):
+    """What keeping shared memory does to the first layer's dW; returns (rows, what is off)."""
+    rows = on_ranks(2, aliasing_on_rank, lab, args.seed)[0]
+    print("\ntwo layers, each with an x (128, 2, 256) of its own: how far off is its dW?")
+    lines, off = [["kept for the backward", "bytes", "first layer's dW", "second layer's dW"]], []
+    for row in rows:
+        errors = [f"{error:.0%}" for error in row["dw_errors"]]
+        lines.append([row["kept"], row["bytes"], *errors])
+        first, second = row["dw_errors"]
+        if not second < 1e-5 or (first < 1e-5) == (row["kept"] == SHARED):
+            off.append(f"{row['kept']}: the layers' dW are {' and '.join(errors)} off")
+    table(*lines)
+    return rows, off
+
+
+def experiment(lab, args):
+    """{"gemm_seconds", "gains", "timelines", "unwaited", "aliasing", "failed": what is off}."""
+    results = timings(lab, args)
+    results["unwaited"], early = unwaited(lab, args)
+    results["aliasing"], kept = aliasing(lab, args)
+    return results | {"failed": early + kept}
+
+
+# Okabe and Ito's colours
+DGRAD, WGRAD, MESSAGE, OTHER = "#0072B2", "#56B4E9", "#E69F00", "#999999"
+
+
+def draw(results, path):
+    """When rank 0's messages and GEMMs ran, and the gain at each speed of the link."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(14, 5.5), width_ratios=[2.2, 1])
+    draw_timelines(left, results["timelines"])
+    rows = [row for row in results["gains"] if row["way"] == "SP"]
+    finer = [2 ** (i / 16) for i in range(-40, 41)]
+    curve = [(1 + ratio) / max(1, ratio) for ratio in finer]
+    right.plot(finer, curve, color=OTHER, label="at best: (C + M) / max(C, M)")
+    measured = [row["message_over_gemm"] for row in rows], [row["gain"] for row in rows]
+    right.plot(*measured, "o", color=DGRAD, label="measured, medians")
+    right.set_xscale("log", base=2)
+    right.set_xticks(RATIOS, [f"{ratio:g}" for ratio in RATIOS])
+    right.set_xlabel("M / C: time of the messages / of the GEMMs")
+    right.set_ylabel("blocking / overlapped time")
+    right.set(ylim=(0.7, 2.1), title="SP: the gain at other speeds of the link")
+    right.legend(loc="lower center")
+    for axis in left, right:
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def draw_timelines(axis, timelines):
+    """A row for the link and one for the processor, of each way and mode, over time in ms."""
+    colours, ticks, row = {"dgrad": DGRAD, "wgrad": WGRAD}, [], 0
+    for way, runs in timelines.items():
+        for mode, run in runs.items():
+            events = [(*event, 0) for event in run["messages"]]
+            events += [(*event, 1) for event in run["log"] if event[0] in colours]
+            for what, begin, end, lane in events:
+                box = {"color": colours.get(what, MESSAGE), "edgecolor": "white", "height": 0.9}
+                axis.barh(row + lane, 1000 * (end - begin), left=1000 * begin, **box)
+                label, middle = what.replace("_", "-"), 500 * (begin + end)
+                look = {"ha": "center", "va": "center"}
+                look["color"] = "white" if what == "dgrad" else "black"
+                axis.text(middle, row + lane, label, **look)
+            axis.plot([1000 * run["seconds"]] * 2, [row - 0.5, row + 1.5], color="black", lw=1.5)
+            ticks += [(row, f"{way}, {mode}: link"), (row + 1, "processor")]
+            row += 3 if mode == "overlapped" else 2.4
+    axis.set_yticks(*zip(*ticks))
+    axis.invert_yaxis()
+    axis.set_xlabel("ms since the backward began (black: it returns)")
+    axis.set_title("rank 0's backward, as it was logged")
+
+
+PREDICT = (
+    f"how many KiB does each of 2 ranks send in one SP backward of {TOKENS} tokens, "
+    f"{HIDDEN} -> {FEATURES // 2} features each, float32?",
+    "2 (P-1)/P s b h numbers of 4 bytes: all-gather of x and reduce-scatter of dx, (P-1)/P of a "
+    "whole (s, b, h) each; the output features are in no message",
+    lambda results: results["timelines"]["SP"]["overlapped"]["wire_bytes"] / 1024,
+)
+
+
+def add_options(parser):
+    """The lab's own options."""
+    times = "timings of each way, blocking and not (7)"
+    parser.add_argument("--pairs", type=positive, default=7, help=times)
