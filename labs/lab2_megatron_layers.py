@@ -10,7 +10,7 @@ ranks:
       W1 (i/2, h)      column parallel      W1 (i/2, h)      all tokens, half of the features
       gelu (b, s, i/2)                      gelu (b, s, i/2)
       W2 (h, i/2)      row parallel         W2 (h, i/2)      a partial sum of the whole output
-        | reduce_from_tp_region   (g)         | reduce_scatter_to_sp_region   (g*)
+        | reduce_from_tp_region   (g)         | reduce_scatter_to_sp_region   (g-bar)
       y (b, s, h)      on both ranks        y (b, s/2, h)    half of the tokens each
 
 Columns first, rows second: gelu needs no communication between them. (Columns and rows are those of
@@ -132,7 +132,7 @@ class ReduceFromTPRegion(torch.autograd.Function):
 class GatherFromSPRegion(torch.autograd.Function):
     """Forward all tokens (b, s, h), backward the sum of all gradients for own tokens (b, s/P, h).
 
-    f under sequence parallelism: x (b, s/P, h) is the rank's tokens, as many on each. Every rank
+    Megatron's g: x (b, s/P, h) is the rank's tokens, as many on each. Every rank
     goes on with all of them, so each has a part of the gradient of each.
     """
 
@@ -153,7 +153,7 @@ class GatherFromSPRegion(torch.autograd.Function):
 class ReduceScatterToSPRegion(torch.autograd.Function):
     """Forward own tokens (b, s/P, h) of the sum of all x, backward the gradient of all tokens.
 
-    g under sequence parallelism: x (b, s, h) is this rank's partial sum for all tokens, and so its
+    Megatron's g-bar: x (b, s, h) is this rank's partial sum for all tokens, and so its
     gradient is (b, s, h). P need not divide s = ctx.length: reduce_scatter() then puts zeros behind
     the last token, whose gradient belongs to nobody.
     """
