@@ -390,7 +390,7 @@ def parallelize(model, groups):
 
 
 def parallelize_layer(layer, config, group):
-    """Keep this rank's heads and features of a layer, and put g and g* around its two blocks."""
+    """Keep this rank's heads and features of a layer, and put g and g-bar around its two blocks."""
     rank, world, d = group.rank(), group.size(), config.head_dim
     (q0, q1), (k0, k1), copies = head_range(config, rank, world)
     i0, i1 = split(config.intermediate_size, rank, world)
