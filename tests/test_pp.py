@@ -88,7 +88,7 @@ def commands(ranks):
 
 
 # tiny's 8 layers: 3 stages, or 6, do not divide them
-@pytest.mark.parametrize("ranks,microbatches", [(2, "1"), *((p, "7") for p in (1, 2, 3, 4))])
+@pytest.mark.parametrize("ranks,microbatches", [(2, "1"), (1, "7"), (2, "7"), (3, "7")])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_float64_is_exact(outcomes, ranks, schedule, microbatches):
     outcome = outcomes(ranks, commands(ranks), step(schedule, microbatches, "float64"))
