@@ -255,13 +255,14 @@ def positive(text):
     return int(text)
 
 
+# Copied from oom_search.py
 def write_whole(path, write):
     """Have write(another path) make the file, then name it path: whole or not at all."""
     draft = f"{path}.{os.getpid()}{Path(path).suffix}"
     try:
         write(draft)
         os.replace(draft, path)
-    except (OSError, ValueError) as problem:  # a full disk; a kind of picture matplotlib lacks
+    except (OSError, ValueError) as problem:  # a full disk; a picture that matplotlib cannot write
         raise Unusable(f"cannot write {path}: {problem}") from None
     finally:
         Path(draft).unlink(missing_ok=True)

@@ -142,10 +142,11 @@ def draw_timeline(axis, result, simulated):
 
 def layout_columns(results):
     """The attention block: (title, how it lies, who made what each rank has), a column a step."""
-    run, P, columns, before = results["layouts"][results["layout"]], results["tp"], [], None
+    steps = results["layouts"][results["layout"]]["steps"]
+    P, columns, before = results["tp"], [], None
     names = ["norm 1", "enter attention", "qkv", "qkv of heads", "attention of heads", "attention"]
     for name in [*names, "o", "leave attention"]:
-        step = run["steps"][name]
+        step = steps[name]
         how, move = step["holds"], (step["moved_by"] or ["nothing"])[0]
         made = np.full((P, results["seq"], results["heads"]), np.nan)  # NaN: not on this rank
         for r, ends in enumerate(step["slices"]):

@@ -1,27 +1,23 @@
 """Labs as a learner meets them: answers written into a lab, graded by its checks on real ranks.
 
-graded(lab, exercise, regions) says what the grader says of one answer; the processes are kept from
-one call to the next, so that a hundred answers take seconds. A lab's tests list its bugs, wrong
-answers with the hint that each must get, and right answers written in another way than ours:
+graded(lab, exercise, regions) says what the grader says of one answer. A lab's tests list its bugs,
+wrong answers with the hint that each must get, and right answers written in another way than ours:
 
     BUGS = {name: (exercise, part of the verdict)}
     WRONG = [(exercise, [its regions in their order; None: ours], part of the verdict), ...]
     RIGHT = {exercise: [its regions]}
 """
 
-import re
 import sys
 import tempfile
 from pathlib import Path
 from textwrap import dedent, indent
 
-from conftest import ROOT
+from conftest import REGION, ROOT
 
 sys.path.insert(0, str(ROOT / "labs"))
 import grade  # noqa: E402
 import ranks  # noqa: E402
-
-REGION = re.compile(r"^( *)# exercise: (\w+)\n(.*?)^ *# end exercise\n", re.M | re.S)
 
 
 def lab_file(name):

@@ -66,10 +66,9 @@ def test_bad_input_is_one_line(outcomes, script, options, message):
     assert message in said
 
 
-@pytest.mark.parametrize("script", ["tp.py"])
-def test_a_process_of_its_own_exits_2(script):
+def test_a_process_of_its_own_exits_2():
     fake = {"RANK": "3", "WORLD_SIZE": "4"}
-    run = python(script, "--backend", "fake", "--mode", "benchmark", "--length", "nine", env=fake)
+    run = python("tp.py", "--backend", "fake", "--mode", "benchmark", "--length", "nine", env=fake)
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr == "error: argument --length: invalid int value: 'nine'\n"
 
@@ -111,9 +110,8 @@ def running(script, *options):
     return job, ranks["0"], ranks["1"]
 
 
-@pytest.mark.parametrize("script", ["pp.py"])
-def test_a_killed_rank_ends_the_job(script):
-    job, _, victim = running(script, "--mode", "learning", "--length", "4096")
+def test_a_killed_rank_ends_the_job():
+    job, _, victim = running("pp.py", "--mode", "learning", "--length", "4096")
     os.kill(victim, signal.SIGKILL)
     begin = time.time()
     _, errors = job.communicate(timeout=60)
@@ -122,13 +120,12 @@ def test_a_killed_rank_ends_the_job(script):
     assert not any(os.path.exists(f"/proc/{pid}") for pid in children(job.pid))
 
 
-@pytest.mark.parametrize("script", ["tp.py"])
-def test_ctrl_c_ends_a_run_with_one_line(script):
-    job, *ranks = running(script, "--mode", "learning", "--length", "4096")
+def test_ctrl_c_ends_a_run_with_one_line():
+    job, *ranks = running("tp.py", "--mode", "learning", "--length", "4096")
     os.killpg(job.pid, signal.SIGINT)  # as a terminal does: to torchrun and its ranks
     said, errors = job.communicate(timeout=60)
     assert said.splitlines().count("stopped") == 1
-    assert not re.search(rf'File ".*{script}", line', errors), errors
+    assert not re.search(r'File ".*tp\.py", line', errors), errors
     assert not any(os.path.exists(f"/proc/{pid}") for pid in ranks)
 
 
