@@ -1,30 +1,32 @@
-"""What the tests share: running the scripts as a user would, many at a time where it helps."""
+"""What the tests share: running the scripts as a user would, or as forks, which takes 0.3 s."""
 
 import json
+import multiprocessing
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from textwrap import dedent, indent
+from types import SimpleNamespace
 
 import pytest
+from forks import MODELS, ROOT, on_ranks, prepare, run_script
 
-ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-STRATEGIES = ["tp.py", "sp_megatron.py", "sp_ulysses.py", "pp.py"]
-LONG = [
+CHUNK = {"LOSS_CHUNK = 2048": "LOSS_CHUNK = 15"}  # so that a short sequence takes several chunks
+LONG = [  # the files that take longest
     "real_weights",
     "faults",
-    "strategies",
     "notebooks",
     "mutants",
+    "scripts",
     "grade",
-    "pp",
+    "proof",
     "docs",
-    "lab5",
 ]
 
 
@@ -41,11 +43,47 @@ def python(*command, timeout=300, env=None, cwd=ROOT):
     return subprocess.run([sys.executable, *map(str, command)], timeout=timeout, **options)
 
 
-def free_port():
-    """A port of this machine that nobody listens at."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+def changed(script, put=None):
+    """A script's text, with some of it replaced: {old: new}."""
+    source = (ROOT / script).read_text()
+    for old, new in (put or {}).items():
+        assert source.count(old) == 1, f"{script} has this {source.count(old)} times: {old}"
+        source = source.replace(old, new)
+    return source
+
+
+def live(world, folder, life, args):
+    """In the process that forks: (exit codes, output) of life(*args) on so many ranks."""
+    output = f"{folder}/output"
+    codes = on_ranks(world, partial(life, *args), output, patience=20)
+    return codes, Path(output).read_text()
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory):
+    """ranks(world, "tp.py --model deep", put) -> codes, output, json; ranks.live: see live().
+
+    A model's name of forks.MODELS stands for its folder; put: what is changed in the script.
+    """
+    folder = tmp_path_factory.mktemp("ranks")
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, prepare, [str(folder)]) as process:
+
+        def run_life(world, life, *args):
+            return process.submit(live, world, folder, life, args).result()
+
+        def run(world, command, put=None, results=True):
+            words = command if isinstance(command, list) else command.split()
+            script, *argv = (f"{folder}/{w}" if w in MODELS else w for w in words)
+            file = folder / "results.json"
+            argv += ["--json", str(file)] if results else []
+            codes, output = run_life(world, run_script, script, changed(script, put), argv)
+            written = json.loads(file.read_text()) if file.exists() else None
+            file.unlink(missing_ok=True)
+            return SimpleNamespace(codes=codes, output=output, json=written)
+
+        run.live, run.folder = run_life, folder
+        yield run
 
 
 REGION = re.compile(r"^( *)# exercise: (\w+)\n(.*?)^ *# end exercise\n", re.M | re.S)
@@ -74,18 +112,6 @@ def graded(lab, file, exercise, bug=None, seed=1, timeout=120):
     except lab.Wrong as wrong:
         return False, wrong.found, wrong.hint
     return True, reports[0], ""
-
-
-def run_many(ranks, commands, folder, offline, timeout=1200):
-    """Outcomes of command lines on one set of ranks, see many.py: {command: outcome}."""
-    cases, outcomes = folder / "cases.json", folder / "outcomes.json"
-    cases.write_text(json.dumps(commands))
-    hub = {"HF_ENDPOINT": "http://127.0.0.1:9"} if offline else {}  # one that does not answer
-    many = ROOT / "tests" / "many.py"
-    process = torchrun(ranks, many, cases, outcomes, timeout=timeout, env=ENVIRONMENT | hub)
-    done = json.loads(outcomes.read_text()) if outcomes.exists() else []
-    lost = {"exit": None, "output": process.stderr[-4000:], "json": None, "seconds": 0}
-    return {tuple(c): done[i] if i < len(done) else lost for i, c in enumerate(commands)}
 
 
 SAMPLE = (  # of the slow tests, what CI runs: parts of their ids
@@ -119,19 +145,3 @@ def pytest_collection_modifyitems(items):
             if not one_of_many or cases[item.path] % 3 == 1:  # every third answer or bug
                 item.add_marker("sample")
     items.sort(key=turn)
-
-
-@pytest.fixture(scope="session")
-def outcomes(tmp_path_factory):
-    """outcome(ranks, commands, command): all commands run, once, when the first is asked for."""
-    known = {}
-
-    def outcome(ranks, commands, command, offline=False):
-        key = ranks, json.dumps(commands)
-        if key not in known:
-            known[key] = run_many(
-                ranks, commands, tmp_path_factory.mktemp(f"ranks{ranks}"), offline
-            )
-        return known[key][tuple(command)]
-
-    return outcome

@@ -16,24 +16,16 @@ import argparse
 import ast
 import contextlib
 import functools
-import gc
-import json
-import os
-import signal
 import sys
 import tempfile
-import time
-import traceback
-import types
 from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from conftest import ROOT, free_port
-from conftest import STRATEGIES as SCRIPTS
+from forks import ROOT, on_ranks, prepare, run_script
+from forks import STRATEGIES as SCRIPTS
 
-TIMEOUT = 300  # seconds; a trial takes one or two
 WAIT = ["--timeout", "20"]  # a rank that waits longer for another one ends
 NOT_RUN = {  # what correctness without further options never runs; each has tests of its own
     "expected_traffic": "benchmark mode's formula",
@@ -78,21 +70,6 @@ SIGNS = {  # of an operation, and of the one that it is changed to
     ast.And: ("and", "or"), ast.Or: ("or", "and"),
 }  # fmt: skip
 
-SMALL = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 101,
-    "hidden_size": 48, "intermediate_size": 46, "num_attention_heads": 12,
-    "initializer_range": 0.2, "max_position_embeddings": 64, "num_hidden_layers": 2,
-}  # fmt: skip
-MODELS = {
-    "shared_kv": {"num_key_value_heads": 1, "tie_word_embeddings": True, "attention_bias": True,
-                  "mlp_bias": True, "pad_token_id": 60},
-    "own_kv": {"num_key_value_heads": 3, "tie_word_embeddings": False},
-    "two_kv": {"num_key_value_heads": 2, "tie_word_embeddings": True,
-               "pad_token_id": 26},  # the first word of rank 1 of 4
-    "deep": {"num_hidden_layers": 7, "num_key_value_heads": 4, "tie_word_embeddings": True,
-             "attention_bias": True, "mlp_bias": True},
-    "deep_untied": {"num_hidden_layers": 5, "num_key_value_heads": 4, "tie_word_embeddings": False},
-}  # fmt: skip
 CHUNK = ("LOSS_CHUNK = 2048", "LOSS_CHUNK = 8")  # so that short sequences take several chunks
 LONG = "--length 13 --batch 3"
 PLAIN = [  # (ranks, model and options)
@@ -305,61 +282,8 @@ def first_line(node):
 
 
 # --------------------------------------------------------------------------------------------------
-# Running them: torch is loaded once, each rank of each trial is a fork
+# Running them
 # --------------------------------------------------------------------------------------------------
-
-
-def run_script(script, source, argv):
-    """What `python SCRIPT ARGV` does, with another source."""
-    sys.argv = [str(ROOT / script), *argv]
-    main = sys.modules["__main__"] = types.ModuleType("__main__")  # pickle looks there
-    main.__file__ = sys.argv[0]
-    exec(compile(source, sys.argv[0], "exec"), vars(main))
-
-
-def be_rank(rank, world, port, life, output):
-    """Call life() as one rank of several, with torchrun's environment; does not return."""
-    status = 1
-    try:
-        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
-        os.dup2(1, 2)
-        signal.alarm(TIMEOUT + 5)  # not even if the parent is killed does a rank stay
-        joined = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
-        joined |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        os.environ |= {name: str(value) for name, value in joined.items()}
-        life()
-        status = 0
-    except SystemExit as stop:
-        status = stop.code if isinstance(stop.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    os._exit(status)
-
-
-def on_ranks(world, life, output, patience=0.0):
-    """Have ranks live; returns their exit codes, None for one that was ended.
-
-    When one fails, the others have some seconds of patience to come to an end of their own.
-    """
-    Path(output).write_text("")
-    port, end, running, codes = free_port(), time.time() + TIMEOUT, {}, [None] * world
-    for rank in range(world):
-        pid = os.fork()
-        if not pid:
-            be_rank(rank, world, port, life, output)
-        running[pid] = rank
-    while running and time.time() < end:
-        for pid in list(running):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                codes[running.pop(pid)] = code = os.waitstatus_to_exitcode(status)
-                end = min(end, time.time() + patience) if code else end
-        time.sleep(0.005)
-    for pid in running:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    return codes
 
 
 def caught(mutant, folder):
@@ -375,20 +299,6 @@ def caught(mutant, folder):
             exits = ", ".join(str(code) for code in codes if code) or "none"
             return f"{world} ranks, {line}, exit {exits}: {said[-1][:100]}"
     return None
-
-
-def prepare(folder):
-    """The models' configs; and torch, once for all forks."""
-    for name, config in MODELS.items():
-        Path(folder, name).mkdir()
-        Path(folder, name, "config.json").write_text(json.dumps(SMALL | config))
-    os.environ["OMP_NUM_THREADS"] = "1"
-    for script in SCRIPTS:
-        source = ast.parse((ROOT / script).read_text())
-        imports = [n for n in source.body if isinstance(n, (ast.Import, ast.ImportFrom))]
-        exec(compile(ast.Module(imports, []), script, "exec"), {})
-    gc.collect()
-    gc.freeze()  # no fork need look at what has been imported
 
 
 def main(argv=None):

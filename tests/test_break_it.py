@@ -4,13 +4,12 @@ import re
 
 import pytest
 from conftest import ROOT, python, torchrun
-from test_strategies import shape
 
-CULPRIT = {  # what each bug breaks first: shards, logits, loss, then gradients, from the last layer
+CULPRIT = {  # what each bug breaks first: shards, logits, loss, then gradients, from the last of 2
     "tp.py": {
         "missing_backward_all_reduce": "model.norm.weight",
         "missing_forward_reduction": "logits",
-        "all_reduce_both_ways": "model.layers.7.post_attention_layernorm.weight",
+        "all_reduce_both_ways": "model.layers.1.post_attention_layernorm.weight",
         "wrong_shard": "model.layers.0.self_attn.o_proj.weight",
         "unmasked_embedding": "logits",
         "local_softmax": "loss",
@@ -37,12 +36,12 @@ CULPRIT = {  # what each bug breaks first: shards, logits, loss, then gradients,
         "loss_by_local_count": "loss",
         "no_op_parallelize": "logits",  # all of them on every rank; its weights are anyway
     },
-    "pp.py": {  # on 2 ranks of 4 layers
+    "pp.py": {  # on 2 ranks of 1 layer
         "unscaled_loss": "loss",
         "mean_of_means": "loss",
         "overwritten_gradients": "model.norm.weight",
         "untied_gradient": "model.embed_tokens.weight",
-        "dropped_boundary_gradient": "model.layers.3.post_attention_layernorm.weight",
+        "dropped_boundary_gradient": "model.layers.0.post_attention_layernorm.weight",
         "wrong_layers": "model.layers.0.self_attn.q_proj.weight",
         "swapped_labels": "loss",
         "no_op_parallelize": "model.embed_tokens.weight",
@@ -67,56 +66,45 @@ NONE = [  # and what is said of it
     *((["pp.py", bug, "--microbatches", "1"], "needs 2 micro") for bug in PP[:3]),
     (["pp.py", *SAME], "is none where all 2 microbatches have as many targets; --batch 6 --micro"),
     (["pp.py", "swapped_labels", "--batch", "1"], "needs 2 sequences"),
-    (["pp.py", "untied_gradient", "--model", shape("kv1")], "is none where embeddings are not"),
+    (["pp.py", "untied_gradient", "--model", "own_kv"], "is none where embeddings are not"),
 ]
 
 
-def broken(script, bug, *options):
-    return ["labs/break_it.py", script, bug, "--length", "64", *options]
-
-
-def commands():
-    """All that is run on 2 ranks, in one go."""
-    rows = [broken(*row) for row in EVERY] + [broken(*row) for row in CAUGHT_TOO]
-    return rows + [broken(*row) for row, _ in NONE]
-
-
-def is_caught(outcome, script, bug, culprit):
-    assert outcome["exit"] == 1, outcome["output"]
-    assert f"with the bug {bug}:" in outcome["output"]
-    assert outcome["output"].strip().splitlines()[-1].endswith(f"the first: {culprit}")
-    assert (outcome["json"]["script"], outcome["json"]["bug"]) == (script, bug)
-    assert not outcome["json"]["correctness"]["passed"]
+def broken(ranks, script, bug, *options, world=2):
+    small = ["--model", "even", "--length", "64"]
+    return ranks(world, ["labs/break_it.py", script, bug, *small, *options])
 
 
 @pytest.mark.parametrize("script,bug", EVERY)
-def test_every_bug_is_caught_and_its_culprit_named(outcomes, script, bug):
-    is_caught(outcomes(2, commands(), broken(script, bug)), script, bug, CULPRIT[script][bug])
+def test_every_bug_is_caught_and_its_culprit_named(ranks, script, bug):
+    run = broken(ranks, script, bug)
+    assert run.codes == [1, 1] and f"with the bug {bug}:" in run.output, run.output
+    assert run.output.strip().splitlines()[-1].endswith(f"the first: {CULPRIT[script][bug]}")
+    assert (run.json["script"], run.json["bug"]) == (script, bug)
+    assert not run.json["correctness"]["passed"]
 
 
-@pytest.mark.parametrize("row", CAUGHT_TOO)
-def test_a_bug_is_caught_in_other_settings(outcomes, row):
-    outcome = outcomes(2, commands(), broken(*row))
-    assert outcome["exit"] == 1 and "FAIL correctness" in outcome["output"], outcome["output"]
+@pytest.mark.parametrize("row", CAUGHT_TOO, ids=" ".join)
+def test_a_bug_is_caught_in_other_settings(ranks, row):
+    run = broken(ranks, *row)
+    assert run.codes == [1, 1] and "FAIL correctness" in run.output, run.output
 
 
 @pytest.mark.parametrize("row,reason", NONE)
-def test_a_bug_that_would_change_nothing_is_refused(outcomes, row, reason):
-    outcome = outcomes(2, commands(), broken(*row))
-    assert outcome["exit"] == 2 and f"error: {row[1]} {reason}" in outcome["output"]
-    assert "with the bug" not in outcome["output"]
+def test_a_bug_that_would_change_nothing_is_refused(ranks, row, reason):
+    run = broken(ranks, *row)
+    assert run.codes[0] == 2 and f"error: {row[1]} {reason}" in run.output
+    assert "with the bug" not in run.output
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [3, 4])
-def test_every_bug_is_caught_on_more_ranks_and_under_other_schedules(outcomes, ranks):
-    rows = [broken(*row) for row in EVERY if row[0] != "pp.py"]
-    rows += [broken("pp.py", bug, "--schedule", s) for s in ("zb", "interleaved") for bug in PP]
+@pytest.mark.parametrize("world", [3, 4])
+def test_every_bug_is_caught_on_more_ranks_and_under_other_schedules(ranks, world):
+    rows = [row for row in EVERY if row[0] != "pp.py"]
+    rows += [["pp.py", bug, "--schedule", s] for s in ("zb", "interleaved") for bug in PP]
     for row in rows:
-        stages = ranks * (2 if "interleaved" in row else 1)
-        last = f"layers.{-(-8 // stages) - 1}."  # the first stage's last of 8
-        culprit = CULPRIT[row[1]][row[2]].replace("layers.3.", last)
-        is_caught(outcomes(ranks, rows, row), *row[1:3], culprit)
+        run = broken(ranks, *row, "--model", "tiny", world=world)
+        assert run.codes == [1] * world and "FAIL correctness" in run.output, (row, run.output)
 
 
 def test_the_list_is_of_the_bugs_tested():
@@ -128,20 +116,20 @@ def test_the_list_is_of_the_bugs_tested():
 
 
 TELLS = [
-    ([], "no script given: a path to tp.py, sp_megatron.py, sp_ulysses.py, pp.py would do"),
-    (["oom_search.py", "wrong_shard"], "no script oom_search.py: a path to tp.py"),
-    (["tp.py"], "no bug given of tp.py: missing_backward_all_reduce, "),
-    (["tp.py", "untied_gradient"], "no bug untied_gradient of tp.py: missing_backward_"),
-    (["tp.py", "wrong_shard"], "wrong_shard needs 2 ranks: start it with torchrun"),
-    (["pp.py", "wrong_layers", "--mode", "schedule"], "argument --mode: invalid choice"),
+    ("", "no script given: a path to tp.py, sp_megatron.py, sp_ulysses.py, pp.py would do"),
+    ("oom_search.py wrong_shard", "no script oom_search.py: a path to tp.py"),
+    ("tp.py", "no bug given of tp.py: missing_backward_all_reduce, "),
+    ("tp.py untied_gradient", "no bug untied_gradient of tp.py: missing_backward_"),
+    ("tp.py wrong_shard", "wrong_shard needs 2 ranks: start it with torchrun"),
+    ("pp.py wrong_layers --mode schedule", "argument --mode: invalid choice"),
 ]
 
 
 @pytest.mark.parametrize("words,message", TELLS)
-def test_what_cannot_run_is_told_in_one_line(words, message):
-    run = python("labs/break_it.py", *words)
-    assert (run.returncode, run.stdout) == (2, "")
-    assert run.stderr.startswith(f"error: {message}") and run.stderr.count("\n") == 1, run.stderr
+def test_what_cannot_run_is_told_in_one_line(ranks, words, message):
+    run = ranks(1, f"labs/break_it.py {words}", results=False)
+    assert run.codes == [2] and run.output.startswith(f"error: {message}"), run.output
+    assert run.output.count("\n") == 1
 
 
 def test_it_runs_from_any_folder():

@@ -9,7 +9,8 @@ import time
 from functools import partial
 
 import pytest
-from conftest import ENVIRONMENT, ROOT, STRATEGIES
+from conftest import ENVIRONMENT, ROOT
+from forks import STRATEGIES
 
 pytestmark = pytest.mark.slow  # each waits for a timeout, or starts a job of its own
 TIMEOUT = 6

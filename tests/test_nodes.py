@@ -4,35 +4,19 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ENVIRONMENT, ROOT, free_port
+from conftest import ENVIRONMENT, ROOT
+from forks import STRATEGIES, free_port
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("script", ["tp.py", "sp_megatron.py", "sp_ulysses.py", "pp.py"])
+@pytest.mark.parametrize("script", STRATEGIES)
 def test_two_agents_run_one_job(script):
-    launch = [
-        "-m",
-        "torch.distributed.run",
-        "--nnodes=2",
-        "--nproc_per_node=1",
-        "--rdzv-backend=c10d",
-    ]
-    command = [
-        sys.executable,
-        *launch,
-        f"--rdzv-endpoint=127.0.0.1:{free_port()}",
-        script,
-        "--length",
-        "64",
-    ]
-    how = {
-        "cwd": ROOT,
-        "env": ENVIRONMENT,
-        "text": True,
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.PIPE,
-    }
+    nodes = ["--nnodes=2", "--nproc_per_node=1", "--rdzv-backend=c10d"]
+    nodes.append(f"--rdzv-endpoint=127.0.0.1:{free_port()}")
+    command = [sys.executable, "-m", "torch.distributed.run", *nodes, script, "--length", "64"]
+    how = {"cwd": ROOT, "env": ENVIRONMENT, "text": True}
+    how |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     nodes = [subprocess.Popen(command, **how) for _ in range(2)]
     said = [node.communicate(timeout=200) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said

@@ -1,20 +1,16 @@
 """What correctness has to see, put into the scripts on purpose; what it cannot see, tested.
 
-Every case runs on ranks of its own, forks of one process that has loaded torch: see mutants.py.
+Every case runs on ranks of its own, forks of one process that has loaded torch: see forks.py.
 """
 
 import gc
-import json
-import multiprocessing
 import time
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
-import mutants
 import pytest
-from conftest import ROOT, STRATEGIES
+from conftest import ROOT, changed
+from forks import STRATEGIES
 
 TP, OWN_HEAD = STRATEGIES[:2], STRATEGIES[2:]  # vocabulary cut over the ranks; or not
 END = 'if __name__ == "__main__":'  # a change put here comes after all definitions
@@ -127,15 +123,6 @@ CASES = [(what, script, put) for what, scripts, put in SABOTAGES for script in s
 IDS = [f"{what}-{script}".replace(" ", "_") for what, script, _ in CASES]
 
 
-def changed(script, put=None):
-    """A script's text, with some of it replaced."""
-    source = (ROOT / script).read_text()
-    for old, new in (put or {}).items():
-        assert source.count(old) == 1, f"{script} has this {source.count(old)} times: {old}"
-        source = source.replace(old, new)
-    return source
-
-
 def load(script, put=None):
     """A script as a module."""
     names = {"__name__": "loaded", "__file__": str(ROOT / script)}
@@ -143,45 +130,31 @@ def load(script, put=None):
     return SimpleNamespace(**names)
 
 
-def live(world, folder, life, args):
-    """In the process that forks: (exit codes, output) of life(*args) on so many ranks."""
-    output = f"{folder}/output"
-    codes = mutants.on_ranks(world, partial(life, *args), output, patience=20)
-    return codes, Path(output).read_text()
+SMALL = "--model two_kv --length 13"
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    """ranks(world, life, *args): see live(). Started once: a fork has torch loaded."""
-    folder = tmp_path_factory.mktemp("proof")
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawn, mutants.prepare, [str(folder)]) as process:
-
-        def run(world, life, *args):
-            return process.submit(live, world, folder, life, args).result()
-
-        run.folder, run.small = folder, ["--model", f"{folder}/two_kv", "--length", "13"]
-        yield run
+@pytest.mark.parametrize("script", STRATEGIES)
+def test_what_is_changed_below_passes_unchanged(ranks, script):
+    run = ranks(2, f"{script} {SMALL}")
+    assert run.codes == [0, 0] and "\nPASS correctness" in run.output, run.output
 
 
-def seen(ranks, script, put, *options, world=2):
+def seen(ranks, script, put, options):
     """Have a changed script prove itself; all ranks have to say that it fails."""
-    argv = [*options, "--timeout", "60", "--json", f"{ranks.folder}/seen.json"]
-    codes, output = ranks(world, mutants.run_script, script, changed(script, put), argv)
-    assert codes == [1] * world, output
-    assert "\nFAIL " in output and "PASS" not in output, output
-    return json.loads((ranks.folder / "seen.json").read_text())
+    run = ranks(2, f"{script} {options} --timeout 60", put)
+    assert run.codes == [1, 1], run.output
+    assert "\nFAIL " in run.output and "PASS" not in run.output, run.output
 
 
 @pytest.mark.parametrize("what,script,put", CASES, ids=IDS)
 def test_correctness_sees(ranks, what, script, put):
-    seen(ranks, script, put, *ranks.small)
+    seen(ranks, script, put, SMALL)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what,script,put", CASES, ids=IDS)
 def test_correctness_sees_with_its_default_options(ranks, what, script, put):
-    seen(ranks, script, put)
+    seen(ranks, script, put, "")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -239,61 +212,21 @@ def bfloat16_loss(script, put):
 @pytest.mark.parametrize("script", STRATEGIES)
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_loss_is_in_float32_where_the_model_is_in_bfloat16(ranks, script, world):
-    codes, output = ranks(world, bfloat16_loss, script, {})
+    codes, output = ranks.live(world, bfloat16_loss, script, {})
     assert codes == [0] * world, output
     for old, new, scripts in COARSE:
         if script in scripts:
-            codes, output = ranks(world, bfloat16_loss, script, {old: new})
+            codes, output = ranks.live(world, bfloat16_loss, script, {old: new})
             assert codes == [1] * world and "is off by" in output, (new, output)
-
-
-# --------------------------------------------------------------------------------------------------
-# Shapes that have gone wrong
-# --------------------------------------------------------------------------------------------------
-
-
-def passes(ranks, script, *options, world=2):
-    argv = [*options, "--timeout", "60"]
-    codes, output = ranks(world, mutants.run_script, script, changed(script), argv)
-    assert codes == [0] * world and "\nPASS correctness" in output, output
-
-
-@pytest.mark.parametrize("script", STRATEGIES)
-def test_what_is_changed_above_passes_unchanged(ranks, script):
-    passes(ranks, script, *ranks.small)
-
-
-@pytest.mark.parametrize("script", STRATEGIES[:3])
-@pytest.mark.parametrize("heads,world", [(4, 3), (7, 5)])
-def test_query_heads_of_one_kv_head_that_the_ranks_do_not_divide(ranks, script, heads, world):
-    shape = {"num_attention_heads": heads, "num_key_value_heads": 1, "hidden_size": 4 * heads}
-    model = saved(ranks, f"heads_{heads}", shape)
-    passes(ranks, script, "--model", model, "--length", "9", "--dtype", "float64", world=world)
-
-
-@pytest.mark.parametrize("script", STRATEGIES)
-@pytest.mark.parametrize(
-    "dtype,length", [("float64", "2"), ("float32", "2"), ("bfloat16", "2"), ("float32", "3")]
-)
-def test_the_smallest_shapes(ranks, script, dtype, length):
-    """--length 2 was a false alarm: gradients that are zero by construction, noise over noise."""
-    model = saved(ranks, "one_layer", {"num_hidden_layers": 1, "num_key_value_heads": 1})
-    shape = ["--model", model, "--length", length, "--batch", "1", "--dtype", dtype]
-    world = 1 if length == "3" or script == "pp.py" else 2  # one layer: one stage
-    passes(ranks, script, *shape, world=world)
-
-
-def saved(ranks, name, config):
-    """A directory with a config.json."""
-    folder = ranks.folder / name
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(mutants.SMALL | config))
-    return str(folder)
 
 
 # --------------------------------------------------------------------------------------------------
 # What stays in memory
 # --------------------------------------------------------------------------------------------------
+
+
+def small(ranks):
+    return ["--model", f"{ranks.folder}/two_kv", "--length", "13"]
 
 
 def alive(script):
@@ -302,7 +235,7 @@ def alive(script):
     return {x.untyped_storage()._cdata: x for x in tensors if x.is_floating_point()}
 
 
-def only_its_own(script, put, argv):
+def only_its_own(script, put, argv, patience=5.0):
     """No tensor but the rank's own is alive, nor kept by a reference cycle."""
     script = load(script, put)
     args = script.parse(argv)
@@ -314,7 +247,7 @@ def only_its_own(script, put, argv):
     def look(when, model=None):
         own = [*model.parameters(), *model.buffers()] if model else []
         known = before | {x.untyped_storage()._cdata for x in own}
-        others, end = [...], time.time() + 5
+        others, end = [...], time.time() + patience
         while others and time.time() < end:  # gloo's threads let go of a message a moment later
             others = [tuple(x.shape) for key, x in alive(script).items() if key not in known]
         assert not others, f"{when} alive: {others}"
@@ -338,11 +271,11 @@ WRAP = '    module.__class__ = type(kind.__name__, (kind,), {"forward": wrapped}
 @pytest.mark.parametrize("script", STRATEGIES)
 @pytest.mark.parametrize("options", [[], ["--recompute", "none"]], ids=["block", "none"])
 def test_a_rank_holds_its_own_weights_and_nothing_else(ranks, script, options):
-    argv = [*ranks.small, *options]
-    codes, output = ranks(2, only_its_own, script, {}, argv)
+    argv = [*small(ranks), *options]
+    codes, output = ranks.live(2, only_its_own, script, {}, argv)
     assert codes == [0, 0], output
     if not options:
-        codes, output = ranks(2, only_its_own, script, {WRAP: CYCLE}, argv)
+        codes, output = ranks.live(2, only_its_own, script, {WRAP: CYCLE}, argv, 0.2)
         assert 1 in codes and "alive" in output, output
 
 
@@ -368,6 +301,33 @@ def spares(script, argv):
 @pytest.mark.parametrize("script", STRATEGIES)
 @pytest.mark.parametrize("how", ["offload", "none"])
 def test_what_spares_memory_is_done(ranks, script, how):
-    argv = [*ranks.small, "--tile", "1", "--recompute", how]
-    codes, output = ranks(2, spares, script, argv)
+    argv = [*small(ranks), "--tile", "1", "--recompute", how]
+    codes, output = ranks.live(2, spares, script, argv)
     assert codes == [0, 0], output
+
+
+def test_a_tile_has_more_tokens_the_narrower_a_block_is():
+    """4 of 10 tokens at once, for a block a fourth as wide as the MLP; again in the backward."""
+    script, sizes = load("tp.py"), []
+
+    class Linear(script.nn.Linear):
+        def forward(self, x):
+            sizes.append(x.shape[1])
+            return super().forward(x)
+
+    block = Linear(6, 3, bias=False)
+    args = SimpleNamespace(tile=2, config=SimpleNamespace(intermediate_size=12))
+    script.wrap(block, partial(script.run_in_tiles, args))
+    block(script.torch.randn(2, 10, 6, requires_grad=True)).sum().backward()
+    assert sizes == [4, 4, 2, 2, 4, 4]
+
+
+@pytest.mark.parametrize("rows,right", [(1, False), (2, True), (3, False)])
+def test_a_tensor_is_as_large_as_its_shard(rows, right):
+    """Its first rows being right is not enough: rank 0 of 2 holds two of four."""
+    script = load("tp.py")
+    key, tensor = ("shard", "weight"), script.torch.ones(rows, 3)
+    tensor.shard, tensor.replicas = (0, 0, 2), 1
+    full = {key: script.torch.ones(4, 3)}
+    error, *_ = script.compare({key: tensor}, full, full)[key]
+    assert error == (0 if right else float("inf"))

@@ -49,16 +49,10 @@ def test_smollm2_as_a_gguf():
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-def commands(script, length, directory):
-    """The proofs of a script: the 20 steps of learning mode on fewer tokens, for their time."""
-    row = [script, "--model", str(directory), *(["--batch", "2"] if script == "pp.py" else [])]
-    lengths = {"correctness": length, "learning": 16}
-    return [[*row, "--mode", mode, "--length", str(n)] for mode, n in lengths.items()]
-
-
-@pytest.mark.parametrize("script,ranks,length", PROVEN)
-def test_smollm2_is_right_and_learns(script, ranks, length, directory, outcomes):
-    rows = [row for s, p, n in PROVEN if p == ranks for row in commands(s, n, directory)]
-    for row in commands(script, length, directory):
-        outcome = outcomes(ranks, rows, row)
-        assert outcome["exit"] == 0, outcome["output"]
+@pytest.mark.parametrize("script,world,length", PROVEN)
+def test_smollm2_is_right_and_learns(ranks, script, world, length, directory):
+    """The 20 steps of learning mode on fewer tokens, for their time."""
+    batch = "--batch 2" if script == "pp.py" else ""
+    for mode, tokens in {"correctness": length, "learning": 16}.items():
+        run = ranks(world, f"{script} --model {directory} {batch} --mode {mode} --length {tokens}")
+        assert run.codes == [0] * world, run.output

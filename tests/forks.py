@@ -1,0 +1,121 @@
+"""Ranks for the tests: forks of one process that has loaded torch, so that a run takes 0.3 s."""
+
+import ast
+import gc
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import time
+import traceback
+import types
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+STRATEGIES = ["tp.py", "sp_megatron.py", "sp_ulysses.py", "pp.py"]
+TIMEOUT = 300  # seconds; a run takes one or two
+
+SMALL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 101,
+    "hidden_size": 48, "intermediate_size": 46, "num_attention_heads": 12,
+    "initializer_range": 0.2, "max_position_embeddings": 64, "num_hidden_layers": 2,
+}  # fmt: skip
+MODELS = {  # LLaMA as it really comes. 2, 3, 4 divide none of vocabulary, intermediate, length 37
+    "shared_kv": {"num_key_value_heads": 1, "tie_word_embeddings": True, "attention_bias": True,
+                  "mlp_bias": True, "pad_token_id": 60},
+    "own_kv": {"num_key_value_heads": 3, "tie_word_embeddings": False},
+    "two_kv": {"num_key_value_heads": 2, "tie_word_embeddings": True,
+               "pad_token_id": 26},  # the first word of rank 1 of 4
+    "bias": {"num_key_value_heads": 4, "tie_word_embeddings": False, "attention_bias": True,
+             "mlp_bias": True, "pad_token_id": 7},
+    "head_dim": {"num_key_value_heads": 4, "head_dim": 10, "tie_word_embeddings": False},
+    "even": {"num_key_value_heads": 4, "tie_word_embeddings": True, "vocab_size": 104,
+             "intermediate_size": 48},  # for DTensor
+    "gpt2": {"model_type": "gpt2"},
+    "one_layer": {"num_hidden_layers": 1, "num_key_value_heads": 1},
+    "four_heads": {"num_attention_heads": 4, "num_key_value_heads": 1, "hidden_size": 16},
+    "seven_heads": {"num_attention_heads": 7, "num_key_value_heads": 1, "hidden_size": 28},
+    "deep": {"num_hidden_layers": 7, "num_key_value_heads": 4, "tie_word_embeddings": True,
+             "attention_bias": True, "mlp_bias": True},
+    "deep_untied": {"num_hidden_layers": 5, "num_key_value_heads": 4, "tie_word_embeddings": False},
+}  # fmt: skip
+
+
+def free_port():
+    """A port that nobody listens at, below those that the system itself deals out."""
+    while True:
+        port = random.randrange(10000, 32000)
+        with socket.socket() as s:
+            if s.connect_ex(("127.0.0.1", port)):  # nobody answers
+                return port
+
+
+def prepare(folder):
+    """In the process that will fork: the models' configs; and torch, once for all."""
+    for name, config in MODELS.items():
+        Path(folder, name).mkdir()
+        Path(folder, name, "config.json").write_text(json.dumps(SMALL | config))
+    os.chdir(ROOT)
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    for script in STRATEGIES:
+        source = ast.parse((ROOT / script).read_text())
+        imports = [n for n in source.body if isinstance(n, (ast.Import, ast.ImportFrom))]
+        exec(compile(ast.Module(imports, []), script, "exec"), {})
+    gc.collect()
+    gc.freeze()  # no fork need look at what has been imported
+
+
+def run_script(script, source, argv):
+    """What `python SCRIPT ARGV` does, with another source."""
+    sys.argv = [str(ROOT / script), *argv]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")  # pickle looks there
+    main.__file__ = sys.argv[0]
+    exec(compile(source, sys.argv[0], "exec"), vars(main))
+
+
+def be_rank(rank, world, port, life, output):
+    """Call life() as one rank of several, with torchrun's environment; does not return."""
+    status = 1
+    try:
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+        os.dup2(1, 2)
+        signal.alarm(TIMEOUT + 5)  # not even if the parent is killed does a rank stay
+        joined = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
+        joined |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ |= {name: str(value) for name, value in joined.items()}
+        life()
+        status = 0
+    except SystemExit as stop:
+        status = stop.code if isinstance(stop.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def on_ranks(world, life, output, patience=0.0):
+    """Have ranks live; returns their exit codes, None for one that was ended.
+
+    When one fails, the others have some seconds of patience to come to an end of their own.
+    """
+    Path(output).write_text("")
+    port, end, running, codes = free_port(), time.time() + TIMEOUT, {}, [None] * world
+    for rank in range(world):
+        pid = os.fork()
+        if not pid:
+            be_rank(rank, world, port, life, output)
+        running[pid] = rank
+    while running and time.time() < end:
+        for pid in list(running):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                codes[running.pop(pid)] = code = os.waitstatus_to_exitcode(status)
+                wait = 0 if code == 2 else patience  # 2: it has said why, the others only wait
+                end = min(end, time.time() + wait) if code else end
+        time.sleep(0.005)
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return codes

@@ -1,0 +1,322 @@
+"""The four scripts as a user runs them: exact for LLaMA as it comes, in every mode, to the byte."""
+
+import json
+import re
+from collections import Counter
+
+import pytest
+import torch
+from conftest import CHUNK, python
+from forks import MODELS, SMALL, STRATEGIES
+from transformers import LlamaConfig, LlamaForCausalLM
+
+SHARDED, SCHEDULES = STRATEGIES[:3], ["afab", "1f1b", "interleaved", "zb"]
+# All that correctness is asked for: every model, attention, loss and recomputation, in float64
+MODEL = [
+    (2, "shared_kv --attn eager --loss full"),
+    (2, "two_kv --batch 2 --loss full --recompute none"),
+    (2, "own_kv --attn eager --batch 4"),  # two KV heads on a rank, and one
+    (2, "bias --recompute none"),
+    (2, "head_dim --recompute offload --tile 7"),  # the last tile is shorter
+    (3, "shared_kv --tile 1"),  # smaller than the batch: a token of each sequence at a time
+    (3, "own_kv"),
+    (2, "one_layer --length 2 --batch 1"),  # gradients that are zero by construction
+    (1, "one_layer --length 3 --batch 1"),
+    (3, "four_heads --length 9"),  # query heads of one KV head that the ranks do not divide
+]
+SEQUENCES = "--length 37 --batch 5 --microbatches 3"  # microbatches of unequal size
+PIPELINE = [
+    (2, f"shared_kv --schedule 1f1b --attn eager {SEQUENCES}"),
+    (2, f"two_kv --schedule zb --loss full --recompute none {SEQUENCES}"),
+    (2, f"own_kv --schedule afab {SEQUENCES}"),
+    (2, f"bias --schedule zb {SEQUENCES}"),
+    (2, f"head_dim --schedule 1f1b --recompute offload --tile 7 {SEQUENCES}"),
+    (1, "one_layer --length 2 --batch 1"),
+    *((ranks, f"deep --schedule {s} --microbatches 5") for s in SCHEDULES for ranks in (1, 2, 3)),
+    *((2, f"deep_untied --schedule {s} --microbatches 1") for s in SCHEDULES),
+]
+EXACT = [(ranks, f"{s} --length 37 --model {m}") for s in SHARDED for ranks, m in MODEL]
+EXACT += [(ranks, f"pp.py --length 37 --model {m}") for ranks, m in PIPELINE]
+EXACT += [(2, f"tp.py --dtensor --length 37 --model even{more}") for more in ("", " --loss full")]
+MORE = [  # for the slow tests
+    *((4, f"{s} --length 37 --model {m}") for s in SHARDED for _, m in MODEL if "own_kv" not in m),
+    *((5, f"{s} --length 9 --model seven_heads") for s in SHARDED),
+    *((4, f"pp.py --length 64 --model deep --schedule {s}") for s in SCHEDULES),
+]
+TWO = [*STRATEGIES, "tp.py --dtensor"]
+
+
+def holds(run):
+    assert run.codes == [0] * len(run.codes), run.output
+    assert "\nPASS " in run.output and "FAIL" not in run.output
+    return run.json
+
+
+def proves(correctness, model):
+    """Each of the model's parameters was compared: its shards, its gradient, its new weight."""
+    sizes = MODELS.get(model) and SMALL | MODELS[model]
+    if model == "tiny":
+        sizes = {"num_hidden_layers": 8, "tie_word_embeddings": True}
+    with torch.device("meta"):
+        names = [name for name, _ in LlamaForCausalLM(LlamaConfig(**sizes)).named_parameters()]
+    found = Counter((row["kind"], row["name"]) for row in correctness["tensors"])
+    kinds = ("shard", "grad", "weight")
+    expected = Counter((kind, name) for kind in kinds for name in names)
+    expected.update([("logits", "logits"), ("loss", "loss"), ("loss", "loss of 512 x logits")])
+    expected.update([("grad", "inputs_embeds"), ("grad_norm", "grad_norm")])
+    assert found == expected
+    assert all(abs(row["owned"] - 1) < 1e-9 for row in correctness["tensors"])
+    assert correctness["passed"]
+
+
+def exact(ranks, world, command):
+    run = ranks(world, f"{command} --dtype float64", CHUNK)
+    correctness = holds(run)["correctness"]
+    proves(correctness, command.partition("--model ")[2].split()[0])
+    assert max(row["relative_error"] for row in correctness["tensors"]) < 1e-10
+
+
+@pytest.mark.parametrize("world,command", EXACT)
+def test_float64_is_exact(ranks, world, command):
+    exact(ranks, world, command)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world,command", MORE)
+def test_float64_is_exact_on_more_ranks(ranks, world, command):
+    exact(ranks, world, command)
+
+
+@pytest.mark.parametrize("script", TWO)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rounding_is_as_on_one_device(ranks, script, dtype):
+    length = "2" if dtype == "float32" and "dtensor" not in script else "64"
+    command = f"{script} --model even --dtype {dtype} --length {length}"
+    first, second = (holds(ranks(2, command))["correctness"] for _ in range(2))
+    assert 0 < first["rounding_ratio"] <= 1.5 == first["tolerance"]
+    assert first == second, "the same seed gives the same numbers, bit for bit"
+
+
+MODES = [(2, f"{s} --length 64", "tiny") for s in TWO] + [
+    (3, f"{s} --length 37 --model shared_kv", "shared_kv") for s in SHARDED
+]
+MODES += [(3, "pp.py --length 37 --model deep --schedule interleaved", "deep")]
+MORE_MODES = [(p, f"{s} --length 64", "tiny") for p in (1, 4) for s in TWO]
+MORE_MODES += [(2, f"{s} --length 128 --dtype bfloat16", "tiny") for s in TWO]
+MORE_MODES += [(4, f"pp.py --length 64 --schedule {s}", "tiny") for s in SCHEDULES]
+
+
+def all_modes_hold(ranks, world, command, model):
+    results = holds(ranks(world, f"{command} --mode all --bench-iters 1"))
+    correctness, learning, benchmark = map(results.get, ("correctness", "learning", "benchmark"))
+    assert results["world_size"] == world and learning["passed"] and benchmark["passed"]
+    proves(correctness, model)
+    if results["dtype"] == "float32":
+        assert abs(correctness["loss"] / correctness["loss_reference"] - 1) < 1e-5
+        pairs = zip(learning["loss"], learning["loss_reference"], strict=True)
+        assert all(abs(a - b) <= 1e-4 * b for a, b in pairs)
+    assert learning["loss"][-1] < (0.8 if model == "tiny" else 1) * learning["loss"][0]
+    assert len(benchmark["peak_memory_bytes"]) == world
+    assert benchmark["forward_s"]["median"] > 0
+    as_expected(benchmark, world > 1 or "dtensor" in command)  # PyTorch's reduces alone, too
+
+
+def as_expected(benchmark, some=True):
+    for row in benchmark["traffic"]:
+        assert row["bytes"] == row["expected_bytes"] > 0 < row["count"] == row["expected_count"]
+    assert bool(benchmark["traffic"]) == some
+
+
+@pytest.mark.parametrize("world,command,model", MODES)
+def test_all_modes_hold(ranks, world, command, model):
+    all_modes_hold(ranks, world, command, model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world,command,model", MORE_MODES)
+def test_all_modes_hold_on_more_ranks_and_in_bfloat16(ranks, world, command, model):
+    all_modes_hold(ranks, world, command, model)
+
+
+TRAFFIC = [(p, f"{s} --model {m}") for p in (2, 3) for s in SHARDED for m in ("shared_kv", "bias")]
+
+
+@pytest.mark.parametrize("world,command", [*TRAFFIC, (2, "tp.py --dtensor --model even --tile 1")])
+def test_traffic_is_as_the_formula_says(ranks, world, command):
+    """Where the loss takes several chunks, at a length that no number of ranks divides.
+
+    DTensor runs in no tiles: each would send messages of its own.
+    """
+    run = ranks(world, f"{command} --mode benchmark --length 37 --bench-iters 1", CHUNK)
+    as_expected(holds(run)["benchmark"])
+
+
+REFUSED = [
+    (3, "sp_ulysses.py --model two_kv", "; these rank counts would do: 1, 2, 4, 6, 8, 10, 12"),
+    (4, "tp.py --model own_kv", "12 heads with 3 KV heads cannot be split over 4 ranks; these"),
+    (3, "tp.py --dtensor", "; 1, 2 would do, or tp.py without --dtensor"),
+    (2, "pp.py --schedule interleaved --virtual-stages 5",
+     "8 layers cannot fill 10 stages, 5 on each of 2 ranks; at most 1 rank would do"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("world,command,message", REFUSED)
+def test_ranks_that_a_model_cannot_have_are_refused(ranks, world, command, message):
+    run = ranks(world, command)
+    assert run.codes[0] == 2 and run.output.startswith("error: ") and message in run.output
+    assert run.output.count("\n") == 1
+
+
+# --------------------------------------------------------------------------------------------------
+# Pipelines
+# --------------------------------------------------------------------------------------------------
+
+
+def measured(ranks, world, schedule, microbatches):
+    """The results of benchmark mode; a microbatch is one sequence of 64 tokens."""
+    options = f"--microbatches {microbatches} --length 64 --mode benchmark --bench-iters 1"
+    run = ranks(world, f"pp.py --model deep --schedule {schedule} {options}")
+    return holds(run)["benchmark"]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_a_schedule_sends_and_when(ranks, schedule):
+    benchmark = measured(ranks, 2, schedule, 4)
+    as_expected(benchmark)
+    boundary = 4 * 64 * 48 * 4  # (b, s, h) in float32
+    for phase in ("forward", "backward"):
+        sends = [r for r in benchmark["traffic"] if (r["phase"], r["op"]) == (phase, "send")]
+        boundaries = 3 if schedule == "interleaved" else 1
+        assert sum(row["bytes"] * len(row["ranks"]) for row in sends) == boundary * boundaries
+    actions = {"afab": 2, "1f1b": 2, "interleaved": 4, "zb": 3}[schedule]  # of a microbatch
+    assert len(benchmark["timeline"]) == 2 * 4 * actions
+    assert 0 < benchmark["bubble"] < 1 and 0 < benchmark["bubble_formula"] < 1
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_one_f_one_b_bounds_what_is_in_flight(ranks, world):
+    few, many = (
+        {name: measured(ranks, world, name, m) for name in ("afab", "1f1b", "zb")} for m in (4, 8)
+    )
+    assert [few["afab"]["in_flight"], many["afab"]["in_flight"]] == [[4] * world, [8] * world]
+    assert many["1f1b"]["in_flight"] == list(range(world, 0, -1))
+    assert max(many["zb"]["in_flight"]) == world
+
+    def growth(schedule):  # bytes at the peak, from 4 microbatches to 8 of the same size
+        peaks = (results[schedule]["peak_memory_bytes"] for results in (few, many))
+        return max(b - a for a, b in zip(*peaks))
+
+    boundary = 64 * 48 * 4  # one microbatch's (b, s, h) in float32; a layer's input is one such
+    assert growth("afab") > 4 * boundary * (7 // world)
+    assert growth("1f1b") < growth("afab") / 4
+    assert growth("zb") < growth("afab") / 4
+
+
+@pytest.mark.parametrize("schedule", ["afab", "1f1b"])
+def test_torch_runs_the_same_stages(ranks, schedule):
+    options = "--mode all --length 37 --bench-iters 1"
+    results = holds(ranks(2, f"pp.py --torch --model deep --schedule {schedule} {options}"))
+    assert "manual: forward + backward" in results["benchmark"]["rivals_s"]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedule_mode(ranks, schedule):
+    run = ranks(1, f"pp.py --mode schedule --schedule {schedule} --stages 8 --microbatches 32")
+    results = holds(run)
+    formula = {"afab": 7 / 39, "1f1b": 7 / 39, "interleaved": 7 / 71, "zb": 7 / 103}[schedule]
+    assert abs(results["bubble"] - formula) < 1e-9
+    peaks = {"afab": [32] * 8, "1f1b": list(range(8, 0, -1)), "zb": [8] * 8}
+    assert results["in_flight"] == peaks.get(schedule, [2 * (7 - r) + 8 + 1 for r in range(8)])
+
+
+CHECK_ALL = """
+import runpy
+pp = runpy.run_path("pp.py")
+for name, schedule in pp["SCHEDULES"].items():
+    for P in range(1, 9):
+        for M in range(1, 20):
+            for V in (2, 3) if name == "interleaved" else (1,):
+                lists = [list(schedule(rank, P, M, V)) for rank in range(P)]
+                assert pp["faults"](lists, P * V, M) == [], (name, P, M, V)
+                cost = {"F": 1.0, "B": 1.0 if name == "zb" else 2.0, "W": 1.0}
+                rows = pp["simulate"](lists, P * V, lambda action: cost[action.kind])
+                weights = cost["W"] if name == "zb" else 0
+                formula = pp["bubble_formula"](name, P, M, V, cost["F"], cost["B"], weights)
+                assert abs(pp["bubble"](rows, P) - formula) < 1e-9, (name, P, M, V)
+lists = [list(pp["one_f_one_b"](rank, 4, 8)) for rank in range(4)]
+wrong = [actions.copy() for actions in lists]
+wrong[1].remove(("B", 1, 3))
+assert pp["faults"](wrong, 4, 8) == ["rank 1 does not do each of its actions once"]
+wrong = [actions.copy() for actions in lists]
+wrong[3].reverse()
+waits = "deadlock: these wait for each other: rank 0 with B0, rank 1"
+assert pp["faults"](wrong, 4, 8)[0].startswith(waits)
+"""
+
+
+def test_every_schedule_is_sound_and_its_bubble_is_the_formula():
+    run = python("-c", CHECK_ALL)
+    assert run.returncode == 0, run.stderr
+
+
+# --------------------------------------------------------------------------------------------------
+# What else a user may meet
+# --------------------------------------------------------------------------------------------------
+
+
+def test_results_are_strict_json_and_nothing_else_is_left(tmp_path):
+    files = {kind: tmp_path / f"results.{kind}" for kind in ("json", "trace")}
+    options = ["--mode", "all", "--length", "64", "--bench-iters", "1"]
+    run = python("tp.py", *options, "--json", files["json"], "--profile", files["trace"])
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert json.loads(files["trace"].read_text())["traceEvents"]
+    keys = "script strategy world_size backend device model dtype batch length versions"
+    keys += " correctness learning benchmark"
+    assert set(json.loads(files["json"].read_text())) >= set(keys.split())
+    assert sorted(tmp_path.iterdir()) == sorted(files.values())
+
+
+@pytest.mark.slow
+def test_long_sequences_on_a_laptop(ranks):
+    """No score matrix, s by s for each head: at 8192 tokens a rank's 4 would need 1 GiB."""
+    options = "--length 8192 --batch 1 --mode benchmark --bench-iters 1"
+    benchmark = holds(ranks(2, f"sp_megatron.py {options}"))["benchmark"]
+    assert max(benchmark["peak_memory_bytes"]) < 2**28
+
+
+def test_what_dtensor_forgets_is_seen(ranks):
+    """A plan without its MLPs: right numbers, and nothing of them is sharded."""
+    plan = '    plan = {f"model.layers.*.{name}": style for name, style in plan.items()}\n'
+    forgetful = plan.replace("plan.items()", 'plan.items() if "mlp" not in name')
+    run = ranks(2, "tp.py --dtensor --length 64", {plan: forgetful})
+    assert run.codes == [1, 1] and "mlp.gate_proj.weight" in run.output.splitlines()[-1], run.output
+
+
+PADDED = """
+def padded(args, group):
+    ids, _ = proof_batch(args, group)
+    own = slice(group.rank() * 8, (group.rank() + 1) * 8)
+    kept = torch.ones_like(ids)
+    kept[0, :9] = 0  # a short sequence, padded on the left: all of rank 0's tokens, one of rank 1's
+    kept[1, 13:] = 0  # and another on the right
+    plain = load_model(args)(input_ids=ids, attention_mask=kept, use_cache=False).logits
+    for args.attention in ("eager", "sdpa"):
+        ours = make_parallel(load_model(args), group, args)(
+            input_ids=ids[:, own], attention_mask=kept[:, own], use_cache=False,
+            position_ids=torch.arange(16)[None, own],
+        ).logits
+        apart = (ours - plain[:, own])[kept[:, own] == 1].abs()
+        print(f"{args.attention} {group.rank()} {len(apart)} tokens\\n", end="")
+        assert apart.max() < 1e-12
+    return "", {"passed": True}
+MODES["correctness"] = padded
+if __name__ == "__main__":"""
+
+
+def test_ulysses_keeps_a_padding_mask(ranks):
+    """A mask of a rank's own tokens, as HF's model takes it, holds for the tokens of all."""
+    command = "sp_ulysses.py --length 16 --batch 2 --dtype float64 --recompute none"
+    run = ranks(2, command, {'if __name__ == "__main__":': PADDED})
+    holds(run)
+    compared = re.findall(r"(\w+ \d \d+) tokens", run.output)
+    assert sorted(compared) == ["eager 0 8", "eager 1 12", "sdpa 0 8", "sdpa 1 12"]
