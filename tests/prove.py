@@ -1,0 +1,81 @@
+"""What takes too long for CI, run whole: hours. Writes results/proved.json, which README quotes.
+
+    make prove                              # all parts, in an environment of its own
+    python tests/prove.py slow oldest       # some parts
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from xml.etree import ElementTree
+
+from forks import ROOT
+
+sys.path.insert(0, str(ROOT / "results"))
+import make  # noqa: E402
+
+FILE = ROOT / "results" / "proved.json"
+
+
+def mutants():
+    """Every mutant: how many were caught, how many are known to compute the same, which others."""
+    command = [sys.executable, ROOT / "tests" / "mutants.py"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    rows = [line.split("  ") for line in run.stdout.splitlines() if "  " in line.strip()]
+    said = Counter(row[0] for row in rows)
+    return run.returncode, {
+        "caught": said["caught"],
+        "equivalent": said["equivalent"],
+        "survived": [row[1] for row in rows if row[0] == "SURVIVED"],
+    }
+
+
+def slow():
+    """Every slow test: real weights, faults, documents' commands, notebooks, labs."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        pytest = "-m pytest -q -m slow -n 2 --dist loadfile --no-loadscope-reorder".split()
+        run = subprocess.run([sys.executable, *pytest, f"--junitxml={report}"], cwd=ROOT)
+        cases = list(ElementTree.parse(report).iter("testcase"))
+    files = Counter(case.get("classname").removeprefix("tests.") for case in cases)
+    failed = [case.get("name") for case in cases if case.find("failure") is not None]
+    skipped = [case.get("name") for case in cases if case.find("skipped") is not None]
+    return run.returncode, {"tests": dict(files), "failed": failed, "skipped": skipped}
+
+
+def oldest():
+    """The four scripts and what they lean on, with the oldest transformers that is supported."""
+    return subprocess.run(["make", "test-oldest"], cwd=ROOT).returncode, {}
+
+
+PARTS = {"mutants": mutants, "slow": slow, "oldest": oldest}
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("part", nargs="*", choices=[*PARTS, []], help="default: all")
+    names = parser.parse_args().part or list(PARTS)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    steps = json.loads(FILE.read_text())["steps"] if FILE.exists() else {}
+    for name in names:
+        begin = time.time()
+        status, found = PARTS[name]()
+        steps[name] = {"passed": status == 0, "commit": commit, "about": make.about()}
+        steps[name] |= {"seconds": round(time.time() - begin), **found}
+        FILE.write_text(json.dumps({"part": "proved", "steps": steps}, indent=1) + "\n")
+        print(f"{'PASS' if status == 0 else 'FAIL'} {name}", flush=True)
+    return 0 if all(steps[name]["passed"] for name in names) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
