@@ -109,7 +109,7 @@ def validate_heads(config, world):
 
 # Copied from labs/lab6_lora.py
 def matches(name, pattern):
-    """Whether a module's name fits a plan's key, such as "layers.*.up": * stands for one step of the path."""
+    """Whether a module's name fits a key such as "layers.*.up": * is one step of the path."""
     steps, patterns = name.split("."), pattern.split(".")
     return len(steps) == len(patterns) and all(map(fnmatchcase, steps, patterns))
 

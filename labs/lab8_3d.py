@@ -1677,7 +1677,6 @@ class Parser(argparse.ArgumentParser):
         raise Unusable(message)
 
 
-# Copied from labs/lab8_3d.py
 def positive(text):
     """A whole number of at least 1, for argparse."""
     if not text.isdecimal() or int(text) < 1:

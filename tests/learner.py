@@ -8,6 +8,7 @@ wrong answers with the hint that each must get, and right answers written in ano
     RIGHT = {exercise: [its regions]}
 """
 
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -49,3 +50,21 @@ def graded(lab, exercise, regions=(), bug=None, seed=7, timeout=90):
         file.write_text(answered(lab, {exercise: regions}))
         passed, report, hint = ranks.check(file, exercise, seed, bug, timeout)
     return passed, f"{report} {hint}".strip()
+
+
+def listed(text):
+    """(WRONG, RIGHT) of a text that lists answers, each below a line of its own:
+
+    "== exercise: part of the verdict" where it is wrong, "== exercise" where it is right. A line --
+    stands between two regions, and ... for ours.
+    """
+    wrong, right = [], {}
+    for part in re.split(r"^== ", text, flags=re.M)[1:]:
+        head, body = part.split("\n", 1)
+        exercise, _, said = head.partition(": ")
+        answer = [None if region.strip() == "..." else region for region in body.split("\n--\n")]
+        if said:
+            wrong.append((exercise, answer, said))
+        else:
+            right[exercise] = answer
+    return wrong, right

@@ -1,0 +1,490 @@
+"""Lab 6's checks, each of which runs on every rank, and the bugs that they have to catch."""
+
+import itertools
+import math
+from collections import Counter
+from contextlib import suppress
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import LABS, Traffic, Wrong, expect, expect_close, load
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+finished = load(LABS / "lab6_lora.py")  # not the learner's
+JOINED, APART, SHARDED = WAYS = finished.WAYS
+all_reduce, share, split = finished.all_reduce, finished.share, finished.split
+
+PARTIAL = "it is only this rank's part of a sum over the ranks: its name is missing in partial"
+WHOLE = "it is whole already, on every rank: summed it is P times too large"
+
+
+class MLP(nn.Module):
+    """x + down(gelu(up(x))), of whatever two layers."""
+
+    def __init__(self, up, down):
+        super().__init__()
+        self.up, self.down = up, down
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def draw_from(seed):
+    """(uneven, randn): uneven() is a size that neither 2 nor 3 divides, randn(*shape) a tensor."""
+    numbers = torch.Generator().manual_seed(seed)
+    sizes = [11, 13, 17, 19, 23, 25, 29]
+    pick = partial(torch.randint, len(sizes), (), generator=numbers)
+    return lambda: sizes[pick()], partial(torch.randn, generator=numbers)
+
+
+def one_device(lab, randn, tokens, features_in, features_out, rank):
+    """A LoRALinear, x (2, tokens, i), y (2, tokens, o), their gradients; A's and B's in .grad."""
+    full = lab.LoRALinear(nn.Linear(features_in, features_out), rank, 1 + abs(randn(())).item())
+    for parameter in full.parameters():
+        parameter.data = randn(parameter.shape)
+    x = randn(2, tokens, features_in).requires_grad_()
+    y, dy = full(x), randn(2, tokens, features_out)
+    y.backward(dy)
+    return full, x.detach(), y.detach(), x.grad, dy
+
+
+def expected_messages(column, way, parallel, tokens, features, rank, world):
+    """({op: bytes} forward, backward) of a layer, with sequence parallelism where parallel.
+
+    features: those of the base's message, i of a column parallel layer, o of a row parallel one.
+    """
+    forward, backward = Counter(), Counter()
+    there, back = ("all_gather", "reduce_scatter") if column else ("reduce_scatter", "all_gather")
+
+    def edge(width, scattered):
+        if scattered:
+            forward[there] += 4 * tokens * width  # bytes, float32
+            backward[back] += 4 * tokens * width
+        else:
+            (backward if column else forward)["all_reduce"] += 4 * tokens * width
+
+    edge(features, parallel)
+    if way == APART:
+        edge(rank, parallel)
+    if way == SHARDED:
+        edge(math.ceil(rank / world) * world, True)  # with the zeros that make the shares equal
+    return forward, backward
+
+
+def expect_traffic(when, traffic, most):
+    """Raise Wrong unless each collective moves at most so many bytes; those not named none."""
+    for op, (calls, sent) in traffic.ops.items():
+        enough = f"{most[op]} will do" if most[op] else "none are needed"
+        expect(sent <= most[op], f"{when}: {op} moves {sent} bytes, calls: {calls}; {enough}")
+
+
+def check_layer(lab, group, seed, column):
+    """A layer in every way, TP and SP, r = 4 on 3 ranks and r = 1 on 2."""
+    uneven, randn = draw_from(seed)
+    pair = dist.new_group([0, 1])
+    cases, worst = [(group, 4)] + ([(pair, 1)] if group.rank() < 2 else []), 0
+    for (ranks, r), way, parallel in itertools.product(cases, WAYS, (False, True)):
+        P, i, o = ranks.size(), uneven(), uneven()
+        full, x, y, dx, dy = one_device(lab, randn, P * uneven(), i, o, r)
+        A, B, W, scale = full.lora_A.weight, full.lora_B.weight, full.weight, full.scale
+        A, B, W = A.detach(), B.detach(), W.detach()
+        case = f"{way}, {'SP' if parallel else 'TP'}, r = {r} on {P} ranks"
+        tokens = partial(share, dim=1 if parallel else None, group=ranks)
+        cut = partial(share, dim=-1, group=ranks)
+        hints = {"the adapter is missing": y - scale * x @ A.T @ B.T, "scale = alpha / r": None}
+        hints["scale = alpha / r"] = hints["the adapter is missing"] + x @ A.T @ B.T
+        if column:
+            layer = lab.ColumnParallelLoRA(full, ranks, way, sequence_parallel=parallel)
+            given, sent = tokens(x), cut(dy)
+            # dx through this rank's part of the adapter
+            own = cut(dy) @ share(B, 0, ranks) @ A * scale
+            base = dy @ W
+            wrong_dx = {
+                "every rank's part goes into dx": cut(dy) @ share(W, 0, ranks) + own,
+                "dx through A is summed over the ranks twice": base + P * dy @ B @ A * scale,
+                "dx through A lacks the other ranks' part": base + own,
+            }
+            hints, wanted = {text: cut(t) for text, t in hints.items()}, cut(y)
+            wrong_dx, wanted_dx = {text: tokens(t) for text, t in wrong_dx.items()}, tokens(dx)
+        else:
+            layer = lab.RowParallelLoRA(full, ranks, way, sequence_parallel=parallel)
+            given, sent = cut(x), tokens(dy)
+            low = cut(x) @ cut(A).T  # this rank's part of it
+            partly = hints["the adapter is missing"] + scale * low @ B.T
+            hints["A's result is a sum over the ranks"] = partly
+            hints["the bias is added on every rank"] = y + (P - 1) * full.bias.detach()
+            hints, wanted = {text: tokens(t) for text, t in hints.items()}, tokens(y)
+            wrong_dx = {"dy is the same on all ranks": P * cut(dx)}
+            wanted_dx = cut(dx)
+        expect(not layer.weight.requires_grad, f"{case}: weight is trained", "the base is frozen")
+        mine = given.clone().requires_grad_()
+        sizes = column, way, parallel, x[..., 0].numel(), i if column else o, r, P
+        forward, backward = expected_messages(*sizes)
+        with Traffic() as traffic:
+            out = layer(mine)
+        worst = max(worst, expect_close(f"{case}: y", out, wanted, hints=hints))
+        expect_traffic(f"{case}: forward", traffic, forward)
+        with Traffic() as traffic:
+            out.backward(sent)
+        worst = max(worst, expect_close(f"{case}: dx", mine.grad, wanted_dx, hints=wrong_dx))
+        expect_traffic(f"{case}: backward", traffic, backward)
+        expect(torch.equal(mine, given), f"{case}: x is overwritten")
+        worst = max(worst, expect_gradients(case, layer, full, column))
+    ways = f"{len(WAYS)} ways, TP and SP, r = 1 on 2 ranks"
+    return f"y, dx, dA, dB, off by {worst:.0e}: {ways}; W frozen"
+
+
+def expect_gradients(case, layer, full, column):
+    """Raise Wrong unless parts and gradients of A and B are right, the partial ones once summed."""
+    rank, worst = layer.group.rank(), 0
+    free = "lora_A" if column else "lora_B"
+    cuts = {"lora_A": 0 if column else 1, "lora_B": 0 if column else 1}
+    if layer.way != SHARDED:
+        cuts[free] = None
+    for name, dim in cuts.items():
+        mine, whole = getattr(layer, name), getattr(full, name).weight
+        right = share(whole, dim, layer.group)
+        expect_close(f"{case}: {name} on rank {rank}", mine.detach(), right, 0)
+        summed = all_reduce(mine.grad, layer.group) if dim is None else mine.grad
+        got, right = mine.grad, share(whole.grad, dim, layer.group)
+        hints = {PARTIAL: got} if torch.allclose(summed, right, 1e-4, 1e-4) else {}
+        if name in layer.partial:
+            found = f"{case}: {name} is cut, and named partial"
+            expect(dim is None, found, "other ranks hold other parts")
+            hints, got = ({WHOLE: summed} if torch.allclose(got, right, 1e-4, 1e-4) else {}), summed
+        worst = max(worst, expect_close(f"{case}: the gradient of {name}", got, right, hints=hints))
+    return worst
+
+
+def three_layers(lab, group, randn, way, parallel):
+    """Column and row parallel layers that way, a sharded one; the LoRALinears they are made of."""
+    kinds = (
+        (lab.ColumnParallelLoRA, way),
+        (lab.RowParallelLoRA, way),
+        (lab.RowParallelLoRA, SHARDED),
+    )
+    full = [one_device(lab, randn, 6, 11, 13, 4)[0] for _ in kinds]
+    layers = [kind(one, group, of, parallel) for one, (kind, of) in zip(full, kinds)]
+    return layers, full
+
+
+def check_sum_partial_gradients(lab, group, seed):
+    _, randn = draw_from(seed)
+    P, moved = group.size(), 0
+    for way, parallel in itertools.product(WAYS, (False, True)):
+        layers, _ = three_layers(lab, group, randn, way, parallel)
+        case, wanted, most = f"{way}, {'SP' if parallel else 'TP'}", [], 0
+        named = [(layer, *pair) for layer in layers for pair in layer.named_parameters()]
+        for layer, name, p in named:
+            if p.requires_grad:
+                grads = [share(randn(layer.shapes[name]), layer.cut[name], group) for _ in range(P)]
+                p.grad = grads[group.rank()].clone()
+                summed = name in layer.partial
+                hints = {WHOLE: sum(grads)} if not summed else {PARTIAL: p.grad.clone()}
+                hints["the mean is not the sum"] = sum(grads) / P
+                wanted.append((name, p, sum(grads) if summed else p.grad.clone(), hints))
+                most += p.nbytes * summed
+        with Traffic() as traffic:
+            lab.sum_partial_gradients(layers, group)
+        for name, p, right, hints in wanted:
+            expect_close(f"{case}: the gradient of {name}", p.grad, right, hints=hints)
+        expect_traffic(case, traffic, Counter(all_reduce=most))
+        calls = sum(calls for calls, _ in traffic.ops.values())
+        expect(calls <= 1, f"{case}: {calls} messages", "one for all gradients: join them first")
+        moved = max(moved, most)
+    return f"summed where partial, untouched elsewhere; one message of {moved} bytes, or none"
+
+
+def check_save_adapter(lab, group, seed):
+    uneven, randn = draw_from(seed)
+    worst = 0
+    for way, parallel in itertools.product(WAYS, (False, True)):
+        layers, full = three_layers(lab, group, randn, way, parallel)
+        for layer, one in zip(layers, full):
+            adapter = lab.full_adapter(layer)
+            for name, shape in layer.shapes.items():
+                mine, right = adapter[name], getattr(one, name).weight.detach()
+                expect_close(f"{way}: {name}, {tuple(shape)}, as saved", mine, right, 0)
+                expect(not mine.requires_grad, f"{way}: {name} as saved is trained", "save a copy")
+                own = getattr(layer, name).untyped_storage().data_ptr()
+                shared = mine.untyped_storage().data_ptr() == own
+                expect(not shared, f"{way}: {name} as saved is the parameter", "save a copy")
+            x, before = randn(2, uneven(), one.in_features), one.weight.clone()
+            y = one(x).detach()
+            merged = lab.merge_adapter(one, adapter, one.scale)
+            base = F.linear(x, one.weight, one.bias)
+            unscaled = base + (y - base) / one.scale
+            hints = {"W + scale B A: the scale is missing": unscaled, "nothing is merged": base}
+            worst = max(worst, expect_close(f"{way}: merged", merged(x).detach(), y, hints=hints))
+            same = torch.equal(one.weight, before)
+            expect(same, "merging overwrites the base", "merge into the copy")
+    return f"shards of every way give A and B exactly; merged as one device, off by {worst:.0e}"
+
+
+class Watched(ColwiseParallel):
+    """Somebody's subclass: what its LoRA form would be, nobody knows."""
+
+
+def adapted_mlps(lab, randn, rank):
+    """Two MLPs 12 -> 16 -> 12, one after the other: the first with adapters, the second without."""
+    layers = [nn.Linear(*shape) for shape in ((12, 16), (16, 12), (12, 16), (16, 12))]
+    layers[:2] = [lab.LoRALinear(layer, rank, 2.0) for layer in layers[:2]]
+    model = nn.Sequential(MLP(*layers[:2]), MLP(*layers[2:]))
+    for parameter in model.parameters():
+        parameter.data = randn(parameter.shape) / 2
+    return model
+
+
+def plain_plan(parallel):
+    """The plan of MLPs without a word of LoRA; the tokens are cut over the ranks where parallel."""
+    if parallel:
+        up, down = ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1))
+        return {"*.up": up, "*.down": down}
+    return {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
+
+
+def check_translate_to_lora(lab, group, seed):
+    _, randn = draw_from(seed)
+    mesh, worst = DeviceMesh.from_group(group, "cpu"), 0
+    for r, parallel in itertools.product((1, 3), (False, True)):
+        case = f"{'SP' if parallel else 'TP'}, r = {r}"
+        model = adapted_mlps(lab, randn, r)
+        plan = plain_plan(parallel)
+        before = {key: (style, type(style), dict(vars(style))) for key, style in plan.items()}
+        first = lab.translate_to_lora(plan, model)
+        for key, (style, kind, attributes) in before.items():
+            same = plan[key] is style and type(style) is kind and vars(style) == attributes
+            found = f"{case}: the plan's {key} is not what it was"
+            expect(same, found, "other models use it: a new object")
+        styles = lab.translate_to_lora(plan, model)
+        names = {"0.up": lab.ColwiseParallelLoRA, "0.down": lab.RowwiseParallelLoRA}
+        names |= {"1.up": ColwiseParallel, "1.down": RowwiseParallel}
+        found = f"{case}: styles for {', '.join(sorted(styles))}"
+        expect(set(styles) == set(names), found, "one a module")
+        for name, kind in names.items():
+            style, source = styles[name], plan[f"*.{name[2:]}"]
+            found = f"{case}: {name} gets {type(style).__name__}, not {kind.__name__}"
+            expect(type(style) is kind, found, "new where there are adapters, else as it is")
+            for attribute in ("input_layouts", "output_layouts", "use_local_output"):
+                mine, right = getattr(style, attribute), getattr(source, attribute)
+                found = f"{case}: {name} has {attribute} {mine}, not {right}"
+                hint = "the layouts are the style's: sequence parallelism is in them"
+                expect(mine == right, found, hint)
+            new = name[0] == "1" or style is not first[name]
+            expect(new, f"{case}: two calls share {name}", "no cache")
+        worst = max(worst, compare_dtensor(case, model, mesh, styles, parallel, randn)[0])
+    with suppress(TypeError):
+        lab.translate_to_lora({"*.up": Watched()}, adapted_mlps(lab, randn, 1))
+        hint = "look up its type, and raise TypeError"
+        raise Wrong("a subclass of ColwiseParallel is translated", hint)
+    return f"new styles, the plan as it was; off by {worst:.0e}, TP and SP, r = 1 and 3"
+
+
+def compare_dtensor(case, model, mesh, styles, parallel, randn):
+    """(largest error against one device, Traffic forward, backward) of a model cut by styles."""
+    group, x, dy = mesh.get_group(), randn(2, 6, 12), randn(2, 6, 12)
+    whole = x.clone().requires_grad_()
+    y = model(whole)
+    y.backward(dy)
+    right = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    parallelize_module(model, mesh, styles)
+    tokens = partial(share, dim=1 if parallel else None, group=group)
+    mine = tokens(x).requires_grad_()
+    with Traffic() as forward:
+        out = model(mine)
+    with Traffic() as backward:
+        out.backward(tokens(dy))
+    worst = expect_close(f"{case}: y", out.detach(), tokens(y))
+    worst = max(worst, expect_close(f"{case}: dx", mine.grad, tokens(whole.grad)))
+    for name, p in model.named_parameters():
+        expect((p.grad is not None) == (name in right), f"{case}: {name} is trained, or should be")
+        if name in right:
+            grad = p.grad.full_tensor()
+            worst = max(worst, expect_close(f"{case}: the gradient of {name}", grad, right[name]))
+    return worst, forward, backward
+
+
+CHECKS = {
+    "column_lora": (partial(check_layer, column=True), 3),
+    "row_lora": (partial(check_layer, column=False), 3),
+    "sum_partial_gradients": (check_sum_partial_gradients, 3),
+    "save_adapter": (check_save_adapter, 3),
+    "translate_to_lora": (check_translate_to_lora, 2),
+}
+
+
+# The bugs: what people get wrong
+
+
+def partial_forgotten_under_sp(lab):
+    """Under sequence parallelism no gradient is named partial that is whole under TP."""
+    for kind in lab.ColumnParallelLoRA, lab.RowParallelLoRA:
+        right = kind.cuts
+
+        def cuts(self, right=right):
+            cut, names = right(self)
+            return cut, [] if self.way == APART else names
+
+        kind.cuts = cuts
+
+
+def whole_gradient_summed(lab):
+    """A factor that every rank holds is always summed, also where its gradient is whole already."""
+    right = lab.ColumnParallelLoRA.cuts
+
+    def cuts(self):
+        cut, _ = right(self)
+        return cut, [name for name, dim in cut.items() if dim is None]
+
+    lab.ColumnParallelLoRA.cuts = cuts
+
+
+def gradient_not_summed(lab):
+    """sum_partial_gradients does nothing: all losses look right."""
+    lab.sum_partial_gradients = lambda layers, group: None
+
+
+def gradient_averaged(lab):
+    """The ranks' gradients are averaged, as between data parallel replicas."""
+    right = lab.all_reduce
+    lab.all_reduce = lambda x, group: right(x, group) / group.size()
+
+
+def gradients_one_by_one(lab):
+    """A message for each factor instead of one for all: all values right."""
+    right = lab.sum_partial_gradients
+    lab.sum_partial_gradients = lambda layers, group: [right([layer], group) for layer in layers]
+
+
+def low_rank_gradient_not_summed(lab):
+    """The gather along r takes its own share of the gradient in the backward, and sums nothing."""
+    right = lab.GatherAlong.backward
+
+    def backward(ctx, grad):
+        return (
+            (share(grad, ctx.dim, ctx.group), None, None, None)
+            if ctx.dim == -1
+            else right(ctx, grad)
+        )
+
+    lab.GatherAlong.backward = staticmethod(backward)
+
+
+def adapter_on_partial_sums(lab):
+    """A row parallel layer's B reads this rank's part of A's result, and adds to the sum of W x."""
+
+    def forward(self, x):
+        low = F.linear(x, self.lora_A)
+        base = lab.leave(F.linear(x, self.weight), self.group, self.sequence_parallel)
+        low = share_tokens(low, self.group) if self.sequence_parallel else low
+        return base + self.scale * F.linear(low, self.lora_B) + self.bias
+
+    lab.RowParallelLoRA.forward = forward
+
+
+def share_tokens(x, group):
+    """This rank's tokens of x (b, s, r)."""
+    return x.chunk(group.size(), 1)[group.rank()]
+
+
+def enters_twice(lab):
+    """A column parallel layer, APART: A reads x inside the region, and its result enters again."""
+    right = lab.ColumnParallelLoRA.forward
+
+    def forward(self, x):
+        if self.way != APART or self.sequence_parallel:
+            return right(self, x)
+        inside = lab.enter(x, self.group, False)
+        low = lab.enter(F.linear(inside, self.lora_A), self.group, False)
+        return F.linear(inside, self.weight, self.bias) + self.scale * F.linear(low, self.lora_B)
+
+    lab.ColumnParallelLoRA.forward = forward
+
+
+def base_is_trained(lab):
+    """The base weight has a gradient, and x is kept for it: all values right."""
+    right = lab.ParallelLoRA.__init__
+
+    def __init__(self, *args, **options):
+        right(self, *args, **options)
+        self.weight.requires_grad_()
+
+    lab.ParallelLoRA.__init__ = __init__
+
+
+def saves_own_shard(lab):
+    """What is saved is this rank's shard of A and B."""
+    lab.full_adapter = lambda layer: {
+        name: getattr(layer, name).detach().clone() for name in layer.cut
+    }
+
+
+def merged_without_scale(lab):
+    """Merging adds B A, without alpha / r."""
+    right = lab.merge_adapter
+    lab.merge_adapter = lambda linear, adapter, scale: right(linear, adapter, 1.0)
+
+
+def translate_in_place(lab, plan, model):
+    """Turns the styles of a plan into LoRA styles by their class, wherever they are used."""
+    for style in plan.values():
+        style.__class__ = lab.LORA_STYLES.get(type(style), type(style))
+    return plan
+
+
+def translates_in_place(lab):
+    """The plan's own styles become LoRA styles, by their class."""
+    right = lab.translate_to_lora
+
+    def translate_to_lora(plan, model):
+        translated = right(plan, model)
+        translate_in_place(lab, plan, model)
+        return translated
+
+    lab.translate_to_lora = translate_to_lora
+
+
+def styles_cached(lab):
+    """One LoRA style per type, for all models and layouts."""
+    right, cache = lab.translate_to_lora, {}
+
+    def translate_to_lora(plan, model):
+        return {
+            name: cache.setdefault(type(style), style) for name, style in right(plan, model).items()
+        }
+
+    lab.translate_to_lora = translate_to_lora
+
+
+def layouts_forgotten(lab):
+    """The new styles have the layouts of their kind: the plan's sequence parallelism is lost."""
+    right = lab.translate_to_lora
+
+    def translate_to_lora(plan, model):
+        return {name: type(style)() for name, style in right(plan, model).items()}
+
+    lab.translate_to_lora = translate_to_lora
+
+
+BUGS = [
+    partial_forgotten_under_sp,
+    whole_gradient_summed,
+    gradient_not_summed,
+    gradient_averaged,
+    gradients_one_by_one,
+    low_rank_gradient_not_summed,
+    adapter_on_partial_sums,
+    enters_twice,
+    base_is_trained,
+    saves_own_shard,
+    merged_without_scale,
+    translates_in_place,
+    styles_cached,
+    layouts_forgotten,
+]
