@@ -27,8 +27,10 @@ PROCESSES = multiprocessing.get_context("forkserver")
 # lab it starts at once, and imports torch while this process does; else with the first on_ranks().
 NAMED = [p for word in sys.argv[:2] for p in LABS.glob(f"{Path(word).stem.partition('_')[0]}_*.py")]
 PRELOAD = ["torch.distributed", "torch._dynamo"]  # the first dispatch mode imports that: 1 s
-if any(re.search(r"(from|import) transformers", p.read_text()) for p in NAMED):
-    PRELOAD.append("transformers.models.llama.modeling_llama")
+LLAMA = "transformers.models.llama.modeling_llama"
+CHECKED = [p for lab in NAMED for p in LABS.glob(f"checks/{lab.stem.partition('_')[0]}.py")]
+if any(re.search(r"(from|import) transformers", p.read_text()) for p in NAMED + CHECKED):
+    PRELOAD.append(LLAMA)
 PROCESSES.set_forkserver_preload(PRELOAD)
 if NAMED and multiprocessing.current_process().name == "MainProcess":  # and no rank
     forkserver.ensure_running()
@@ -159,6 +161,7 @@ def on_ranks(world, function, *args, timeout=60):
     behind (a thread, DTensor's caches) is nobody else's.
     """
     team = []
+    PROCESSES.set_forkserver_preload(PRELOAD + [LLAMA] * (LLAMA in sys.modules))  # if not begun
     with tempfile.TemporaryDirectory() as folder:
         try:
             for rank in range(world):
