@@ -1457,12 +1457,12 @@ BUGS = [
 # ---------------------------------------------------------------------------------------------------
 
 
-# Copied from labs/lab8_3d.py
+# Copied from labs/lab6_lora.py
 class Unusable(Exception):
     """An argument that cannot work; its message says what would. Ends as `error: ...`, exit 2."""
 
 
-# Copied from labs/lab8_3d.py
+# Copied from labs/lab6_lora.py
 class Wrong(Exception):
     """What a check found wrong with an exercise, and a hint at what usually causes it."""
 
@@ -1471,14 +1471,14 @@ class Wrong(Exception):
         self.found, self.hint = found, hint
 
 
-# Copied from labs/lab8_3d.py
+# Copied from labs/lab6_lora.py
 def expect(holds, found, hint=""):
     """Raise Wrong where something does not hold."""
     if not holds:
         raise Wrong(found, hint)
 
 
-# Copied from labs/lab8_3d.py
+# Copied from labs/lab6_lora.py
 def expect_close(name, mine, right, tolerance=1e-5, hints=None):
     """Raise Wrong unless ||mine - right|| <= tolerance ||right||; returns the relative error.
 
@@ -1508,7 +1508,7 @@ def expect_close(name, mine, right, tolerance=1e-5, hints=None):
     return error(right)
 
 
-# Copied from labs/lab8_3d.py
+# Copied from labs/lab6_lora.py
 class Traffic(torch.utils._python_dispatch.TorchDispatchMode):
     """Counts what this rank's collectives and sends move while inside it: {op: [calls, bytes]}.
 
@@ -1547,7 +1547,7 @@ class Traffic(torch.utils._python_dispatch.TorchDispatchMode):
         return out
 
 
-# Copied from labs/lab8_3d.py
+# Copied from labs/lab6_lora.py
 def load(path):
     """The file of a lab, or of a learner's answers to it, as a module."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
@@ -1556,7 +1556,7 @@ def load(path):
     return module
 
 
-# Copied from labs/lab8_3d.py
+# Copied from labs/lab6_lora.py
 def rank_main(rank, world, rendezvous, pipe, limit, function, args):
     """A rank's process: join the others, run function(group, *args), send back what it returns."""
     os.dup2(
@@ -1584,7 +1584,7 @@ def rank_main(rank, world, rendezvous, pipe, limit, function, args):
         pipe.recv()  # stay till the end: a rank that leaves early breaks the others' connections
 
 
-# Copied from labs/lab8_3d.py
+# Copied from labs/lab6_lora.py
 def on_ranks(world, function, *args, timeout=60):
     """[function(group, *args) of each rank], run by `world` processes of this machine, over gloo.
 
@@ -1632,7 +1632,7 @@ def on_ranks(world, function, *args, timeout=60):
         return results
 
 
-# Copied from labs/lab8_3d.py
+# Copied from labs/lab6_lora.py
 def check_on_rank(group, answers, bug, name, seed):
     """One exercise's check on this rank. answers: the file of the lab, or of a learner's copy of it."""
     lab = load(answers)
@@ -1642,7 +1642,7 @@ def check_on_rank(group, answers, bug, name, seed):
     return check(lab, group, seed)
 
 
-# Copied from labs/lab8_3d.py
+# Copied from labs/lab6_lora.py
 def print_table(*rows):
     """Columns aligned to the left, after an empty line."""
     cells = [
@@ -1656,7 +1656,7 @@ def print_table(*rows):
     )
 
 
-# Copied from labs/lab8_3d.py
+# Copied from labs/lab6_lora.py
 def run_checks(args):
     """Run every exercise's check; returns {name: {"passed", "report"}}, and prints them as a table."""
     results, rows = {}, [["exercise", "ranks", "", "what was seen"]]
@@ -1674,7 +1674,7 @@ def run_checks(args):
     return results
 
 
-# Copied from labs/lab8_3d.py
+# Copied from labs/lab6_lora.py
 def main(argv=None):
     """Returns the exit status: 0 all held, 1 a check failed, 2 unusable arguments."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -1734,7 +1734,6 @@ class Parser(argparse.ArgumentParser):
         raise Unusable(message)
 
 
-# Copied from labs/lab8_3d.py
 def positive(text):
     """A whole number of at least 1, for argparse."""
     if not text.isdecimal() or int(text) < 1:
@@ -1742,7 +1741,7 @@ def positive(text):
     return int(text)
 
 
-# Copied from labs/lab8_3d.py
+# Copied from labs/lab6_lora.py
 def write_whole(path, write):
     """Have write(another path) make the file, then name it path: whole or not at all, or Unusable."""
     draft = f"{path}.{os.getpid()}{Path(path).suffix}"

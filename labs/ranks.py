@@ -32,7 +32,8 @@ CHECKED = [p for lab in NAMED for p in LABS.glob(f"checks/{lab.stem.partition('_
 if any(re.search(r"(from|import) transformers", p.read_text()) for p in NAMED + CHECKED):
     PRELOAD.append(LLAMA)
 PROCESSES.set_forkserver_preload(PRELOAD)
-if NAMED and multiprocessing.current_process().name == "MainProcess":  # and no rank
+FIRST = os.environ.get("RANK", "0") == "0"  # of torchrun's ranks, if it started this one
+if NAMED and FIRST and multiprocessing.current_process().name == "MainProcess":  # and no rank
     forkserver.ensure_running()
 
 import torch  # noqa: E402
@@ -275,4 +276,7 @@ def main(file, argv=None):
     """The command line of a lab; returns its exit status."""
     import grade  # which imports this file
 
+    follow = None if FIRST else getattr(room("experiments", file), "follow", None)
+    if follow:  # rank 0 reads the command line
+        return follow(load(file))
     return grade.run_lab(file, argv)
