@@ -27,10 +27,13 @@ PROCESSES = multiprocessing.get_context("forkserver")
 # lab it starts at once, and imports torch while this process does; else with the first on_ranks().
 NAMED = [p for word in sys.argv[:2] for p in LABS.glob(f"{Path(word).stem.partition('_')[0]}_*.py")]
 PRELOAD = ["torch.distributed", "torch._dynamo"]  # the first dispatch mode imports that: 1 s
-if any(re.search(r"(from|import) transformers", p.read_text()) for p in NAMED):
-    PRELOAD.append("transformers.models.llama.modeling_llama")
+LLAMA = "transformers.models.llama.modeling_llama"
+CHECKED = [p for lab in NAMED for p in LABS.glob(f"checks/{lab.stem.partition('_')[0]}.py")]
+if any(re.search(r"(from|import) transformers", p.read_text()) for p in NAMED + CHECKED):
+    PRELOAD.append(LLAMA)
 PROCESSES.set_forkserver_preload(PRELOAD)
-if NAMED and multiprocessing.current_process().name == "MainProcess":  # and no rank
+FIRST = os.environ.get("RANK", "0") == "0"  # of torchrun's ranks, if it started this one
+if NAMED and FIRST and multiprocessing.current_process().name == "MainProcess":  # and no rank
     forkserver.ensure_running()
 
 import torch  # noqa: E402
@@ -140,8 +143,8 @@ def answer(pipe):
         function, args = pipe.recv()
         return True, function(dist.group.WORLD, *args)
     except BaseException as problem:  # whatever a learner's code may raise
-        if type(problem).__name__ == "Wrong":  # ours, or that of a lab with a class of its own
-            return False, Wrong(problem.found, problem.hint)
+        if isinstance(problem, Wrong):
+            return False, problem
         if isinstance(problem, NotImplementedError):
             return False, Wrong(f"not done yet: {problem}")
         frames = traceback.extract_tb(problem.__traceback__)
@@ -159,6 +162,7 @@ def on_ranks(world, function, *args, timeout=60):
     behind (a thread, DTensor's caches) is nobody else's.
     """
     team = []
+    PROCESSES.set_forkserver_preload(PRELOAD + [LLAMA] * (LLAMA in sys.modules))  # if not begun
     with tempfile.TemporaryDirectory() as folder:
         try:
             for rank in range(world):
@@ -209,8 +213,6 @@ def death(process):
 def room(kind, lab_file):
     """labs/checks/labN.py or labs/experiments/labN.py of a lab's file, as a module."""
     name = Path(lab_file).stem.partition("_")[0]
-    if not (LABS / kind / f"{name}.py").exists():  # a lab that has all in one file still
-        return load(next(LABS.glob(f"{name}_*.py")))
     return importlib.import_module(f"{kind}.{name}")
 
 
@@ -272,4 +274,7 @@ def main(file, argv=None):
     """The command line of a lab; returns its exit status."""
     import grade  # which imports this file
 
+    follow = None if FIRST else getattr(room("experiments", file), "follow", None)
+    if follow:  # rank 0 reads the command line
+        return follow(load(file))
     return grade.run_lab(file, argv)

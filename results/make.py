@@ -346,7 +346,7 @@ def limits_table(part):
 def proved_table(part):
     """What `make prove` ran, a line each."""
     steps = part["steps"]
-    said = {name: f"{step['about']['date']}, commit {step['commit']}" for name, step in steps.items()}
+    said = {name: f"{s['about']['date']}, commit {s['commit']}" for name, s in steps.items()}
     rows = []
     if step := steps.get("mutants"):
         total = step["caught"] + step["equivalent"] + len(step["survived"])

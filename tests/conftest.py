@@ -3,14 +3,12 @@
 import json
 import multiprocessing
 import os
-import re
 import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
-from textwrap import dedent, indent
 from types import SimpleNamespace
 
 import pytest
@@ -84,34 +82,6 @@ def ranks(tmp_path_factory):
 
         run.live, run.folder = run_life, folder
         yield run
-
-
-REGION = re.compile(r"^( *)# exercise: (\w+)\n(.*?)^ *# end exercise\n", re.M | re.S)
-
-
-def splice(lab, path, exercise, regions):
-    """Write a lab (its module) to path, the exercise's regions replaced; None leaves one alone."""
-    regions = iter(regions)
-
-    def replaced(match):
-        answer = next(regions) if match[2] == exercise else None
-        return match[0] if answer is None else indent(dedent(answer).strip("\n"), match[1]) + "\n"
-
-    path.write_text(REGION.sub(replaced, Path(lab.__file__).read_text()))
-    assert next(regions, None) is None, "more answers than regions"
-    return path
-
-
-def graded(lab, file, exercise, bug=None, seed=1, timeout=120):
-    """What a lab's check of an exercise says of a file: (passed, report, hint)."""
-    check, world = lab.CHECKS[exercise]
-    try:
-        reports = lab.on_ranks(
-            world, lab.check_on_rank, str(file), bug, exercise, seed, timeout=timeout
-        )
-    except lab.Wrong as wrong:
-        return False, wrong.found, wrong.hint
-    return True, reports[0], ""
 
 
 SAMPLE = (  # of the slow tests, what CI runs: parts of their ids

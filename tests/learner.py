@@ -8,17 +8,21 @@ wrong answers with the hint that each must get, and right answers written in ano
     RIGHT = {exercise: [its regions]}
 """
 
+import json
 import re
 import sys
 import tempfile
 from pathlib import Path
 from textwrap import dedent, indent
 
-from conftest import REGION, ROOT
+import pytest
+from conftest import ROOT, python
 
 sys.path.insert(0, str(ROOT / "labs"))
 import grade  # noqa: E402
 import ranks  # noqa: E402
+
+REGION = re.compile(r"^( *)# exercise: (\w+)\n(.*?)^ *# end exercise\n", re.M | re.S)
 
 
 def lab_file(name):
@@ -68,3 +72,55 @@ def listed(text):
         else:
             right[exercise] = answer
     return wrong, right
+
+
+def edited(lab, exercise, changes, said):
+    """An entry of WRONG: our answer to an exercise, with pieces replaced, {ours: theirs}."""
+    texts = [dedent(body) for _, name, body in REGION.findall(lab.read_text()) if name == exercise]
+    for right, other in changes.items():
+        assert any(right in text for text in texts), right
+        texts = [text.replace(right, other) for text in texts]
+    return exercise, texts, said
+
+
+def caught(lab, bugs, wrong):
+    """Two tests: that the lab's bugs are caught, that wrong answers get their hint."""
+
+    @pytest.mark.parametrize("bug", bugs)
+    def bugs_are_caught(bug):
+        exercise, said = bugs[bug]
+        passed, verdict = graded(lab, exercise, bug=bug)
+        assert not passed and said in verdict, verdict
+
+    @pytest.mark.parametrize("exercise,regions,said", wrong)
+    def wrong_answers_get_their_hint(exercise, regions, said):
+        passed, verdict = graded(lab, exercise, regions)
+        assert not passed and said in verdict, verdict
+
+    return bugs_are_caught, wrong_answers_get_their_hint
+
+
+def run_finished(lab, folder, *options):
+    """A lab, run as it is: what it prints and its results, which hold, with its picture."""
+    files = folder / "results.json", folder / "picture.png"
+    run = python(lab, *options, "--json", files[0], "--plot", files[1])
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stderr == "", "nothing but the report is printed"
+    results, checks = json.loads(files[0].read_text()), ranks.room("checks", lab).CHECKS
+    last = f"PASS {lab.stem}: all {len(checks)} exercises' checks hold"
+    assert run.stdout.splitlines()[-1] == last
+    assert results["passed"] and results["failed"] == []
+    assert results["exercises"].keys() == checks.keys()
+    assert all(seen["passed"] and seen["report"] for seen in results["exercises"].values())
+    assert files[1].read_bytes()[:4] == b"\x89PNG" and files[1].stat().st_size > 20_000
+    assert sorted(folder.iterdir()) == sorted(files)
+    return run.stdout, results
+
+
+def run_answered(lab, answers, folder, *options):
+    """Run a lab with other answers, in another folder's my_labs/; returns the CompletedProcess."""
+    (folder / "labs").symlink_to(ROOT / "labs")
+    (folder / "my_labs").mkdir()
+    mine = folder / "my_labs" / lab.name
+    mine.write_text(answered(lab, answers))
+    return python(mine, *options, cwd=folder)

@@ -2,6 +2,8 @@
 
     make prove                              # all parts, in an environment of its own
     python tests/prove.py slow oldest       # some parts
+
+Exit status: 0 if all passed, 1 if not.
 """
 
 import argparse
@@ -40,8 +42,9 @@ def slow():
     """Every slow test: real weights, faults, documents' commands, notebooks, labs."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        pytest = "-m pytest -q -m slow -n 2 --dist loadfile --no-loadscope-reorder".split()
-        run = subprocess.run([sys.executable, *pytest, f"--junitxml={report}"], cwd=ROOT)
+        pytest = ["-m", "pytest", "-m", "slow", "-n", "2", "--dist", "loadfile"]
+        pytest += ["--no-loadscope-reorder", f"--junitxml={report}"]
+        run = subprocess.run([sys.executable, *pytest], cwd=ROOT)
         cases = list(ElementTree.parse(report).iter("testcase"))
     files = Counter(case.get("classname").removeprefix("tests.") for case in cases)
     failed = [case.get("name") for case in cases if case.find("failure") is not None]
