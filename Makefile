@@ -6,7 +6,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 export OMP_NUM_THREADS = 1
-PYTEST = -n 2 --dist loadfile --no-loadscope-reorder --durations=10
+PYTEST = -n 2 --dist worksteal --durations=10
 
 .PHONY: demo test prove test-sample test-oldest results lint clean
 

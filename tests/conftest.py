@@ -16,16 +16,6 @@ from forks import MODELS, ROOT, on_ranks, prepare, run_script
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 CHUNK = {"LOSS_CHUNK = 2048": "LOSS_CHUNK = 15"}  # so that a short sequence takes several chunks
-LONG = [  # the files that take longest
-    "real_weights",
-    "faults",
-    "notebooks",
-    "mutants",
-    "scripts",
-    "grade",
-    "proof",
-    "docs",
-]
 
 
 def torchrun(ranks, *command, timeout=300, **options):
@@ -99,12 +89,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Mark the sample; the files that take longest first, so that two workers end together."""
-
-    def turn(item):
-        name = item.path.stem.removeprefix("test_")
-        return [*LONG, name].index(name)
-
+    """Mark the sample."""
     cases = Counter()  # of a lab's tests
     for item in items:
         if item.get_closest_marker("slow") and any(part in item.nodeid for part in SAMPLE):
@@ -112,4 +97,3 @@ def pytest_collection_modifyitems(items):
             cases[item.path] += one_of_many
             if not one_of_many or cases[item.path] % 3 == 1:  # every third answer or bug
                 item.add_marker("sample")
-    items.sort(key=turn)

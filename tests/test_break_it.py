@@ -1,9 +1,11 @@
 """labs/break_it.py: every bug of every script is caught, or refused where it would be none."""
 
+import os
 import re
 
 import pytest
-from conftest import ROOT, python, torchrun
+from conftest import ROOT, changed, python
+from forks import run_script
 
 CULPRIT = {  # what each bug breaks first: shards, logits, loss, then gradients, from the last of 2
     "tp.py": {
@@ -132,6 +134,12 @@ def test_what_cannot_run_is_told_in_one_line(ranks, words, message):
     assert run.output.count("\n") == 1
 
 
-def test_it_runs_from_any_folder():
-    run = torchrun(2, "break_it.py", "../tp.py", "wrong_shard", "--length", "8", cwd=ROOT / "labs")
-    assert run.returncode == 1 and run.stdout.count("with the bug wrong_shard:") == 1, run.stderr
+def from_labs():
+    os.chdir(ROOT / "labs")
+    words = ["../tp.py", "wrong_shard", "--model", "tiny", "--length", "8"]
+    run_script("labs/break_it.py", changed("labs/break_it.py"), words)
+
+
+def test_it_runs_from_any_folder(ranks):
+    codes, output = ranks.live(2, from_labs)
+    assert codes == [1, 1] and output.count("with the bug wrong_shard:") == 1, output

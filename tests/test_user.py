@@ -8,9 +8,9 @@ import sys
 import time
 
 import pytest
-from conftest import ENVIRONMENT, ROOT, python, torchrun
+from conftest import ENVIRONMENT, ROOT, changed, python, torchrun
 from copies import drift, split_tail
-from forks import STRATEGIES
+from forks import STRATEGIES, run_script
 
 DIFF = 331  # lines of `diff tp.py sp_megatron.py`
 BUDGETS = {  # lines; nobody adds without taking something away
@@ -83,11 +83,16 @@ def test_under_torchrun_rank_0_alone_says_why():
     assert re.search(r"exitcode\s*: 2", run.stderr) and "[rank" not in run.stderr
 
 
-def test_one_of_the_fake_ranks_measures_alone():
-    fake = {"RANK": "3", "WORLD_SIZE": "4"}
-    run = python("sp_megatron.py", "--backend", "fake", "--mode", "benchmark", env=fake)
-    assert run.returncode == 0, run.stderr
-    assert "4 ranks (fake, cpu)" in run.stdout and "PASS benchmark" in run.stdout
+def rank_3_of_4(script, *options):
+    os.environ |= {"RANK": "3", "WORLD_SIZE": "4"}
+    del os.environ["LOCAL_RANK"]  # torchrun's
+    run_script(script, changed(script), options)
+
+
+def test_one_of_the_fake_ranks_measures_alone(ranks):
+    fake = ["--backend", "fake", "--mode", "benchmark"]
+    codes, output = ranks.live(1, rank_3_of_4, "sp_megatron.py", *fake)
+    assert codes == [0] and "4 ranks (fake, cpu)" in output and "PASS benchmark" in output, output
 
 
 def running(script, *options):
