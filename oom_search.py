@@ -687,7 +687,7 @@ def progress(cell, brackets, seconds, counts, active, waiting, jobs):
     minutes = left * sum(seconds) / len(seconds) / jobs / 60
     low, high = brackets[cell]
     bounds = f"{low:,} fits" + (f", {high:,} does not" if high else "")
-    spent = f"{sum(counts.values())} probes, about {minutes:.1f} min left"
+    spent = f"{sum(counts.values())} tried, about {minutes:.1f} min left"
     line = f"{cell[0]} on {count(cell[1])}: {bounds} | {spent}"
     print(f"{line:<100}", end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
 

@@ -23,6 +23,7 @@ import re
 import secrets
 import sys
 import tempfile
+import textwrap
 from functools import partial
 from pathlib import Path
 
@@ -75,20 +76,17 @@ def task(text, line):
     inside = [node for node in inside if node.lineno <= line <= node.end_lineno]
     inside = [node for node in inside if ast.get_docstring(node)]
     text = " ".join(ast.get_docstring(inside[-1]).split()) if inside else "see above"
-    return re.split(r"(?<=\.)\s", text)[0]
+    return textwrap.shorten(re.split(r"(?<=\.)\s", text)[0], 58, placeholder=" ...")
 
 
 def emptied(text):
-    """The lab as a learner gets it: each region raises NotImplementedError with its task.
-
-    It also says about how many lines of code would do.
-    """
+    """The lab as a learner gets it: each region raises its task, and says how long it will be."""
 
     def change(name, number, first, lines):
         indent = re.match(r"\s*", text.splitlines()[first - 1])[0]
         count = sum(bool(line.strip()) and line.strip()[0] != "#" for line in lines)
-        about = f"# about {count} line{'s' if count > 1 else ''}"
-        return [f"{indent}raise NotImplementedError({task(text, first)!r})  {about}"]
+        about = f"{indent}# about {count} line{'s' if count > 1 else ''}"
+        return [about, f"{indent}raise NotImplementedError({task(text, first)!r})"]
 
     return replace(text, change)
 

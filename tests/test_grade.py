@@ -109,8 +109,8 @@ def test_hands_out_and_refuses_to_overwrite(desk):
     text = mine.read_text()
     assert text.count("raise NotImplementedError") == 1 + len(WRONG) and "all_reduce" not in text
     task = "raise NotImplementedError('The sum of x over the ranks, in a new tensor.')"
-    assert f"    {task}  # about 3 lines\n" in text
-    assert "    raise NotImplementedError('2 x.')  # about 1 line\n" in text
+    assert f"    # about 3 lines\n    {task}\n" in text
+    assert "    # about 1 line\n    raise NotImplementedError('2 x.')\n" in text
     again, _ = grader(desk, "start", "lab0")
     assert again.returncode == 2
     assert again.stderr.startswith("error: ") and "--force" in again.stderr

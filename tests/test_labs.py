@@ -89,10 +89,10 @@ def test_a_spoiler_is_seen():
 @EACH_LAB
 def test_an_emptied_exercise_says_its_task_and_its_length(name):
     text = lab_file(name).read_text()
-    places = re.findall(
-        r"raise NotImplementedError\(.+\)  # about \d+ lines?\n", grade.emptied(text)
-    )
+    handed_out = grade.emptied(text)
+    places = re.findall(r"# about \d+ lines?\n *raise NotImplementedError\(.+\)\n", handed_out)
     assert len(places) == len(REGION.findall(text))
+    assert max(map(len, handed_out.splitlines())) <= 100
 
 
 @EACH_LAB

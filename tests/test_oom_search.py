@@ -183,7 +183,7 @@ def test_table_ranks_that_differ_and_what_the_journal_saves(folder):
     assert re.search(r"strategy +1 rank +2 ranks +4 ranks\n", done.stdout)
     assert re.search(r"tp +5,104 +5,104 x1.00", done.stdout)
     assert re.search(
-        r"tp on 1 rank: 5,104 fits, 5,120 does not \| \d+ probes, about .* left", done.stderr
+        r"tp on 1 rank: 5,104 fits, 5,120 does not \| \d+ tried, about .* left", done.stderr
     )
     for row in found.values():
         if row["longest"]:
@@ -195,7 +195,7 @@ def test_table_ranks_that_differ_and_what_the_journal_saves(folder):
 
     first = len(journal(folder))
     asked_again = 2  # sp on 2 ranks, in both searches: what is refused is no result
-    assert done.stderr.count("probes") == first + asked_again, "what is known is not probed again"
+    assert done.stderr.count(" tried, about") == first + asked_again, "what is known stays known"
     assert again == out
     other = ["--memory-gib", "5", "--strategy", "tp", "--dtype", "float32", "--nproc", "1"]
     run(folder, (0, other))
