@@ -352,15 +352,15 @@ def proved_table(part):
         total = step["caught"] + step["equivalent"] + len(step["survived"])
         rows.append(
             f"- {step['caught']:,} of {total:,} mutants of the scripts are caught; "
-            f"{step['equivalent']} compute the same, {len(step['survived'])} survive "
-            f"({said['mutants']})"
+            f"{step['equivalent']} stand in tests/survivors.txt with the reason why not, "
+            f"{len(step['survived'])} survive ({said['mutants']})"
         )
     if step := steps.get("slow"):
         total, failed = sum(step["tests"].values()), len(step["failed"])
         rows.append(f"- {total - failed:,} of {total:,} slow tests pass ({said['slow']})")
     if step := steps.get("oldest"):
-        holds = "holds" if step["passed"] else "does not hold"
-        rows.append(f"- all of it {holds} with transformers 5.12 ({said['oldest']})")
+        hold = "hold" if step["passed"] else "do not hold"
+        rows.append(f"- the four proofs {hold} with the oldest transformers ({said['oldest']})")
     return "\n".join(rows) + "\n"
 
 
