@@ -130,7 +130,7 @@ def test_bugs_are_caught(bug):
     assert not passed and said in verdict, verdict
 
 
-WRONG, RIGHT = listed('''
+WRONG, RIGHT = listed(LAB, '''
 == transposed_weights: torch keeps a weight as (out, in)
 return weight.chunk(world, dim=1)[rank].T.clone()
 == transposed_weights: clone it

@@ -112,7 +112,7 @@ def test_bugs_are_caught(bug):
     assert not passed and said in verdict, verdict
 
 
-WRONG, RIGHT = listed('''
+WRONG, RIGHT = listed(LAB, '''
 == column_lora: missing in partial
 cut = {"lora_A": 0 if self.way == SHARDED else None, "lora_B": 0}
 return cut, ["lora_A"] if self.way == JOINED else []
