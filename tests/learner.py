@@ -95,7 +95,7 @@ def caught(lab, bugs, wrong):
     return bugs_are_caught, wrong_answers_get_their_hint
 
 
-def assert_refused(lab, options, message, capsys):
+def refused(lab, options, message, capsys):
     """A lab ends with these options in one line, and exit status 2."""
     assert grade.run_lab(lab, options) == 2
     out, err = capsys.readouterr()

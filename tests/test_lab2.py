@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from learner import assert_refused, caught, lab_file, listed, ranks, run_answered, run_finished
+from learner import caught, lab_file, listed, ranks, refused, run_answered, run_finished
 from torch import nn
 
 pytestmark = pytest.mark.slow  # minutes, with the other labs'
@@ -51,7 +51,7 @@ def test_only_gathering_again_keeps_a_share_of_x(finished):
 @pytest.mark.parametrize("smoothing", ["1", "nan"])
 def test_bad_input_is_one_line(capsys, smoothing):
     found = f"argument --label-smoothing: {smoothing} is not a number above 0 and below 1"
-    assert_refused(LAB, ["--label-smoothing", smoothing], found, capsys)
+    refused(LAB, ["--label-smoothing", smoothing], found, capsys)
 
 
 BUGS = {
