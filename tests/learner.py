@@ -1,11 +1,8 @@
 """Labs as a learner meets them: answers written into a lab, graded by its checks on real ranks.
 
-graded(lab, exercise, regions) says what the grader says of one answer. A lab's tests list its bugs,
-wrong answers with the hint that each must get, and right answers written in another way than ours:
-
-    BUGS = {name: (exercise, part of the verdict)}
-    WRONG = [(exercise, [its regions in their order; None: ours], part of the verdict), ...]
-    RIGHT = {exercise: [its regions]}
+A lab's tests list its BUGS, {name: (exercise, part of the verdict)}, and in the text that listed()
+reads three wrong answers to each exercise, with the hint that each must get, and a right one
+written in another way than ours.
 """
 
 import json
@@ -22,12 +19,8 @@ sys.path.insert(0, str(ROOT / "labs"))
 import grade  # noqa: E402
 import ranks  # noqa: E402
 
+lab_file = grade.find_lab  # of lab1, lab2, ...
 REGION = re.compile(r"^( *)# exercise: (\w+)\n(.*?)^ *# end exercise\n", re.M | re.S)
-
-
-def lab_file(name):
-    """The file of lab1, lab2, ..."""
-    return grade.find_lab(name)
 
 
 def answered(lab, answers):
@@ -56,17 +49,19 @@ def graded(lab, exercise, regions=(), bug=None, seed=7, timeout=90):
     return passed, f"{report} {hint}".strip()
 
 
-def listed(text):
+def listed(lab, text):
     """(WRONG, RIGHT) of a text that lists answers, each below a line of its own:
 
     "== exercise: part of the verdict" where it is wrong, "== exercise" where it is right. A line --
-    stands between two regions, and ... for ours.
+    stands between two regions, and ... for ours. Lines "ours -> theirs" change our answer instead.
     """
     wrong, right = [], {}
     for part in re.split(r"^== ", text, flags=re.M)[1:]:
         head, body = part.split("\n", 1)
         exercise, _, said = head.partition(": ")
         answer = [None if region.strip() == "..." else region for region in body.split("\n--\n")]
+        if " -> " in body:
+            answer = edited(lab, exercise, [line.split(" -> ") for line in body.splitlines()])
         if said:
             wrong.append((exercise, answer, said))
         else:
@@ -74,13 +69,13 @@ def listed(text):
     return wrong, right
 
 
-def edited(lab, exercise, changes, said):
-    """An entry of WRONG: our answer to an exercise, with pieces replaced, {ours: theirs}."""
+def edited(lab, exercise, changes):
+    """Our answer to an exercise, a text for each region, with pieces replaced: [(ours, theirs)]."""
     texts = [dedent(body) for _, name, body in REGION.findall(lab.read_text()) if name == exercise]
-    for right, other in changes.items():
-        assert any(right in text for text in texts), right
-        texts = [text.replace(right, other) for text in texts]
-    return exercise, texts, said
+    for ours, theirs in changes:
+        assert any(ours in text for text in texts), ours
+        texts = [text.replace(ours, theirs) for text in texts]
+    return texts
 
 
 def caught(lab, bugs, wrong):
@@ -100,6 +95,13 @@ def caught(lab, bugs, wrong):
     return bugs_are_caught, wrong_answers_get_their_hint
 
 
+def refused(lab, options, message, capsys):
+    """A lab ends with these options in one line, and exit status 2."""
+    assert grade.run_lab(lab, options) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"error: {message}") and err.count("\n") == 1
+
+
 def run_finished(lab, folder, *options):
     """A lab, run as it is: what it prints and its results, which hold, with its picture."""
     files = folder / "results.json", folder / "picture.png"
@@ -107,20 +109,21 @@ def run_finished(lab, folder, *options):
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stderr == "", "nothing but the report is printed"
     results, checks = json.loads(files[0].read_text()), ranks.room("checks", lab).CHECKS
-    last = f"PASS {lab.stem}: all {len(checks)} exercises' checks hold"
-    assert run.stdout.splitlines()[-1] == last
-    assert results["passed"] and results["failed"] == []
-    assert results["exercises"].keys() == checks.keys()
-    assert all(seen["passed"] and seen["report"] for seen in results["exercises"].values())
+    exercises = results["exercises"]
+    assert run.stdout.endswith(f"\nPASS {lab.stem}: all {len(checks)} exercises' checks hold\n")
+    assert results["passed"] and results["failed"] == [] and exercises.keys() == checks.keys()
+    assert all(seen["passed"] and seen["report"] for seen in exercises.values())
     assert files[1].read_bytes()[:4] == b"\x89PNG" and files[1].stat().st_size > 20_000
     assert sorted(folder.iterdir()) == sorted(files)
     return run.stdout, results
 
 
 def run_answered(lab, answers, folder, *options):
-    """Run a lab with other answers, in another folder's my_labs/; returns the CompletedProcess."""
+    """Run a lab with other right answers, in another folder's my_labs/: it holds and asks."""
     (folder / "labs").symlink_to(ROOT / "labs")
     (folder / "my_labs").mkdir()
     mine = folder / "my_labs" / lab.name
     mine.write_text(answered(lab, answers))
-    return python(mine, *options, cwd=folder)
+    run = python(mine, *options, cwd=folder)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.endswith("exercises' checks hold\n") and "Predict, then run: " in run.stdout

@@ -1,12 +1,10 @@
 """Lab 5 as a learner meets it: the run, plans of one's own, its bugs, wrong and right answers."""
 
 import re
-from functools import partial
-from textwrap import indent
 
 import pytest
 from conftest import python
-from learner import caught, edited, grade, lab_file, ranks, run_answered, run_finished
+from learner import caught, grade, lab_file, listed, ranks, refused, run_answered, run_finished
 
 pytestmark = pytest.mark.slow  # minutes, with the other labs'
 
@@ -29,8 +27,6 @@ def test_every_family_is_one_device_by_our_plans_and_by_hugging_faces(finished):
     ours = [row for row in rows if row not in hugging_face]
     both_ways = [(family, sp) for family in FAMILIES for sp in (False, True)]
     assert [(row["family"], row["sequence_parallel"]) for row in ours] == both_ways
-    for row in rows:
-        assert max(row["logits"], row["loss"], row["gradient"]) < 1e-5 and row["wrong"] == []
     for row in ours:
         level = "base: " if row["family"] == "mistral" else "model-specific: "
         assert row["plan"].startswith(level)
@@ -49,17 +45,14 @@ def test_nemos_plans_lose_the_gradients_of_q_norm_and_k_norm(finished):
         assert row["wrong"] == norms and row["gradient"] > 1e-3
 
 
-def test_gathering_after_the_norm_sends_less_often_and_keeps_more(finished):
-    rows = finished["memory"]
-    assert [row["ranks"] for row in rows] == [2] * 3 + [4] * 3 + [8] * 3
-    for world in 2, 4, 8:
-        tp, gathered, plain = (row for row in rows if row["ranks"] == world)
-        assert plain["saved"] < gathered["saved"] < tp["saved"]
-        assert shown.calls(gathered) < shown.calls(plain)
-        assert gathered["claim"] == plain["claim"] == 0.5 * (1 - 1 / world)
+def test_gathering_after_the_norm_sends_at_5_edges(finished):
+    rows = [row for row in finished["memory"] if row["way"] == shown.GATHERED]
+    assert [row["ranks"] for row in rows] == [2, 4, 8]
+    for row in rows:
+        assert row["claim"] == 0.5 * (1 - 1 / row["ranks"])
         for phase in "forward", "backward":
             for op in "all_gather", "reduce_scatter":
-                assert gathered[phase][op][0] == 2 * 2 + 1
+                assert row[phase][op][0] == 2 * 2 + 1
 
 
 def test_one_plan_is_printed_with_its_reason(capsys):
@@ -95,9 +88,7 @@ BAD = [
 
 @pytest.mark.parametrize("options,message", BAD)
 def test_bad_input_is_one_line(capsys, options, message):
-    assert grade.run_lab(LAB, options) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith(f"error: {message}") and err.count("\n") == 1
+    refused(LAB, options, message, capsys)
 
 
 BUGS = {
@@ -117,133 +108,110 @@ BUGS = {
     "sp_never_switched_on": ("llama_plan", "the residual stream is (Replicate(),), not"),
 }
 
-
-wrong = partial(edited, LAB)
-_, [choice], _ = wrong("choose_plan", {}, "")
-FALLS_BACK = (
-    f"try:\n{indent(choice, '    ')}except Exception:\n    return hf_plan(model), 'Hugging Face'"
-)
-NOT_HEADS = {"heads % world or kv_heads": "kv_heads * config.head_dim"}
-NO_STYLE = 'raise ValueError(f"{name}: no style for transformers\' {style}")'
-ONE_STYLE = {"plan = {}": "made = {s: f() for s, f in STYLES.items()}\nplan = {}"}
-ONE_STYLE |= {"STYLES[style]()": "made[style]"}
-REFUSED = 'raise ValueError(f"a fused block of {size} rows cannot be cut over {world} ranks")'
-NORM, PLAIN = '_layernorm": NormThenGather(tokens)', '_layernorm": SequenceParallel()'
-SUMMED = """
-def summed(grad):
-    grad = grad.clone()
-    torch.distributed.all_reduce(grad, group=device_mesh.get_group())
-    return grad
-
-module.weight.register_hook(summed)
+ANSWERS = """
+== validate_heads: whole query heads alone will not do
+heads % world or kv_heads % world -> heads % world
+== validate_heads: it is heads that must be divided
+heads % world or kv_heads % world -> kv_heads * config.head_dim % world
+== validate_heads: AssertionError
+assert heads % world == kv_heads % world == 0
+== validate_heads
+works = [n for n in range(1, heads + 1) if not (heads % n or kv_heads % n)]
+if world not in works:
+    raise ValueError(f"{heads}, {kv_heads} heads: {works} ranks, not {world}")
+== choose_plan: the first level that applies
+custom is not None: -> custom is not None and not hf:
+== choose_plan: call it
+if callable(plan) else plan -> if callable(plan) and not hf else plan
+== choose_plan: it would run without SP, and say nothing
+if sequence_parallel: -> if False:
+== choose_plan
+if custom is None and hf:
+    if not sequence_parallel:
+        return hf_plan(model), "Hugging Face"
+    raise ValueError("Hugging Face's plan has no SP")
+if custom is None:
+    level = "model-specific" if name in PLANS else "base"
+    return PLANS.get(name, base_plan)(model, sequence_parallel), level
+plan = load_plan(custom) if isinstance(custom, str) else custom
+return (plan if isinstance(plan, dict) else plan(model, sequence_parallel)), "custom"
+== translate_hf_plan: left out, its module stays whole
+raise ValueError(f"{name}: no style for transformers' {style}") -> continue
+== translate_hf_plan: make a new object for each
+plan = {} -> plan, made = {}, {text: make() for text, make in STYLES.items()}
+STYLES[style]() -> made[style]
+== translate_hf_plan: prefix: model.
+f"{prefix}.{name}" -> name
+== translate_hf_plan
+plan = {"model.embed_tokens": STYLES["embedding_rowwise"]()}
+below = [(f"model.{name}", text) for name, text in model.config.base_model_tp_plan.items()]
+for name, text in below + list(model._tp_plan.items()):
+    if STYLES.get(text) is None:
+        raise ValueError(f"{text} of {name}")
+    plan[name] = sharded_logits() if name == "lm_head" else STYLES[text]()
+return plan
+== all_gather_style: redistribute it to [Replicate()]
+return y
+== all_gather_style: q, k and v's gradients meet in it
+return y.redistribute(placements=[Replicate()]).to_local()
+== all_gather_style: the result is a plain tensor
+return y.full_tensor()
+== all_gather_style
+return y.redistribute(mesh, (Replicate(),))
+== rotary_style: gather the positions of all tokens
+pass
+== rotary_style: counts from 0: add rank
+own = position_ids + device_mesh.get_local_rank() * n -> own = position_ids
+== rotary_style: positions given
+not isinstance(x, DTensor) and position_ids.shape[1] == n -> not isinstance(x, DTensor)
+== rotary_style
+if not isinstance(x, DTensor) and position_ids.shape == (1, x.shape[1]):
+    position_ids = torch.arange(x.shape[1] * device_mesh.size())[None]
+== qk_norm_style: x enters as Shard, not Replicate
+[Shard(1)] -> [Replicate()]
+== qk_norm_style: each rank keeps the gradient of its own heads
 return module
+== qk_norm_style: clip_grad_norm_ refuses a mixture of both kinds
+group = device_mesh.get_group()
+total = torch.distributed.nn.functional.all_reduce
+module.weight.register_hook(lambda grad: total(grad.clone(), group=group))
+return module
+== qk_norm_style
+def enter(module, args, mesh):
+    return (DTensor.from_local(*args, mesh, (Shard(0),), run_check=False),)
+
+def leave(module, y, mesh):
+    return y.redistribute(placements=(Shard(0),)).to_local()
+== fused_style: mixes the blocks
+return torch.arange(sum(sizes))
+--
+...
+== fused_style: full[order] reorders once more
+...
+--
+return full[order]
+== fused_style: one rank would hold more of it
+if size % world: -> if False:
+== fused_style
+if any(size % world for size in sizes):
+    raise ValueError(f"{sizes} over {world} ranks")
+rows = torch.arange(sum(sizes)).split(sizes)
+return torch.cat([block.view(world, -1) for block in rows], 1).flatten()
+--
+return full[order.argsort()]
+== llama_plan: fits no module
+.mlp.down_proj -> .mlp.down
+== llama_plan: use_local_output=False keeps
+{"output_layouts": tokens, "use_local_output": False} -> {"output_layouts": tokens}
+== llama_plan: gathered once for q, k and v
+layernorm": Norm -> layernorm": SequenceParallel() if tokens.is_shard() else Norm
+== llama_plan
+ColwiseParallel(), -> ColwiseParallel(input_layouts=Replicate()),
+RowwiseParallel(**residual) -> RowwiseParallel(input_layouts=Shard(-1), **residual)
 """
-WRONG = [
-    wrong("validate_heads", {" or kv_heads % world": ""}, "whole query heads alone will not do"),
-    wrong("validate_heads", NOT_HEADS, "it is heads that must be divided"),
-    ("validate_heads", ["assert heads % world == kv_heads % world == 0"], "AssertionError"),
-    wrong("choose_plan", {"None:": "None and not hf:"}, "the first level that applies"),
-    wrong("choose_plan", {"plan = plan(": "plan = plan if hf else plan("}, "call it"),
-    ("choose_plan", [FALLS_BACK], "a plan that fails must not become another one"),
-    wrong("translate_hf_plan", {NO_STYLE: "continue"}, "left out, its module stays whole"),
-    wrong("translate_hf_plan", ONE_STYLE, "make a new object for each"),
-    wrong("translate_hf_plan", {'f"{prefix}.{name}"': "name"}, "prefix: model."),
-    ("all_gather_style", ["return y"], "redistribute it to [Replicate()]"),
-    wrong("all_gather_style", {")])": ")]).to_local()"}, "q, k and v's gradients meet in it"),
-    ("all_gather_style", ["return y.full_tensor()"], "the result is a plain tensor"),
-    ("rotary_style", ["pass"], "gather the positions of all tokens"),
-    wrong("rotary_style", {" + device_mesh.get_local_rank() * n": ""}, "counts from 0: add rank"),
-    wrong("rotary_style", {" and position_ids.shape[1] == n": ""}, "positions given"),
-    wrong("qk_norm_style", {"[Shard(1)]": "[Replicate()]"}, "x enters as Shard, not Replicate"),
-    ("qk_norm_style", ["return module"], "each rank keeps the gradient of its own heads"),
-    ("qk_norm_style", [SUMMED], "clip_grad_norm_ refuses a mixture of both kinds"),
-    ("fused_style", ["return torch.arange(sum(sizes))", None], "mixes the blocks"),
-    ("fused_style", [None, "return full[order]"], "full[order] reorders once more"),
-    wrong("fused_style", {REFUSED: "pass"}, "one rank would hold more of it"),
-    wrong("llama_plan", {".mlp.down_proj": ".mlp.down"}, "fits no module"),
-    wrong("llama_plan", {', "use_local_output": False': ""}, "use_local_output=False keeps"),
-    wrong("llama_plan", {NORM: f"{PLAIN} if tokens == Shard(1) else NormThenGather(tokens)"},
-          "gathered once for q, k and v"),
-]  # fmt: skip
-
-RIGHT = {
-    "validate_heads": [
-        """
-        works = [n for n in range(1, heads + 1) if not (heads % n or kv_heads % n)]
-        if world not in works:
-            raise ValueError(f"{heads}, {kv_heads} heads: {works} ranks, not {world}")
-        """
-    ],
-    "choose_plan": [
-        """
-        if custom is None and hf:
-            if not sequence_parallel:
-                return hf_plan(model), "Hugging Face"
-            raise ValueError("Hugging Face's plan has no SP")
-        if custom is None:
-            level = "model-specific" if name in PLANS else "base"
-            return PLANS.get(name, base_plan)(model, sequence_parallel), level
-        plan = load_plan(custom) if isinstance(custom, str) else custom
-        return (plan if isinstance(plan, dict) else plan(model, sequence_parallel)), "custom"
-        """
-    ],
-    "translate_hf_plan": [
-        """
-        plan = {"model.embed_tokens": STYLES["embedding_rowwise"]()}
-        below = [(f"model.{name}", text) for name, text in model.config.base_model_tp_plan.items()]
-        for name, text in below + list(model._tp_plan.items()):
-            if STYLES.get(text) is None:
-                raise ValueError(f"{text} of {name}")
-            plan[name] = sharded_logits() if name == "lm_head" else STYLES[text]()
-        return plan
-        """
-    ],
-    "all_gather_style": ["return y.redistribute(mesh, (Replicate(),))"],
-    "rotary_style": [
-        """
-        if not isinstance(x, DTensor) and position_ids.shape == (1, x.shape[1]):
-            position_ids = torch.arange(x.shape[1] * device_mesh.size())[None]
-        """
-    ],
-    "qk_norm_style": [
-        """
-        def enter(module, args, mesh):
-            return (DTensor.from_local(*args, mesh, (Shard(0),), run_check=False),)
-
-        def leave(module, y, mesh):
-            return y.redistribute(placements=(Shard(0),)).to_local()
-        """
-    ],
-    "fused_style": [
-        """
-        if any(size % world for size in sizes):
-            raise ValueError(f"{sizes} over {world} ranks")
-        rows = torch.arange(sum(sizes)).split(sizes)
-        return torch.cat([block.view(world, -1) for block in rows], 1).flatten()
-        """,
-        "return full[order.argsort()]",
-    ],
-    "llama_plan": [
-        """
-        plan = {"model.norm": NormThenGather(tokens), "lm_head": sharded_logits()}
-        for name in "input_layernorm", "post_attention_layernorm":
-            plan[f"{LAYER}.{name}"] = NormThenGather(tokens)
-        for name in "self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up":
-            plan[f"{LAYER}.{name}_proj"] = ColwiseParallel(input_layouts=Replicate())
-        names = {f"{LAYER}.self_attn.o_proj": None, f"{LAYER}.mlp.down_proj": None}
-        for name, lies in (names | {"model.embed_tokens": Replicate()}).items():
-            how = {"output_layouts": tokens, "use_local_output": False}
-            plan[name] = RowwiseParallel(input_layouts=lies, **how)
-        return plan
-        """
-    ],
-}
-
-
+WRONG, RIGHT = listed(LAB, ANSWERS)
 test_bugs_are_caught, test_wrong_answers_get_their_hint = caught(LAB, BUGS, WRONG)
 
 
 def test_other_right_answers_pass_and_the_lab_accepts_them(tmp_path):
-    run = run_answered(LAB, RIGHT, tmp_path, "--seed", "20")
-    assert run.returncode == 0 and run.stdout.endswith("exercises' checks hold\n"), run.stdout
-    assert "Predict, then run: how many all-gathers" in run.stdout
+    run_answered(LAB, RIGHT, tmp_path, "--seed", 20)
