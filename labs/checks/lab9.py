@@ -27,6 +27,7 @@ finished = load(LABS / "lab9_zero.py")  # not the learner's
 loss_of = finished.loss_of
 
 EXACT = 1e-9
+SIZE = "a collective's input or output is P times the other; a gradient is missing"
 STEPS, RATE, TOKENS = 3, 1e-2, 12
 SIZES = {"hidden_size": 20, "intermediate_size": 27, "num_hidden_layers": 3, "vocab_size": 37}
 SIZES |= {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 4}
@@ -36,8 +37,7 @@ class Norm(LlamaRMSNorm):
     """RMSNorm in the dtype of its input; HF's computes in float32 whatever comes."""
 
     def forward(self, x):
-        mean = x.square().mean(-1, keepdim=True)
-        return self.weight * (x * torch.rsqrt(mean + self.variance_epsilon))
+        return self.weight * x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
 
 
 class Scaled(LlamaForCausalLM):
@@ -122,9 +122,8 @@ def expected_bytes(sizes, world, stage, backwards, width=8):
 def expect_messages(what, traffic, wanted):
     """Raise Wrong where a collective moves more than wanted, or one that is not wanted."""
     for op, (calls, nbytes) in traffic.ops.items():
-        most = wanted.get(op, 0)
-        found = f"{what}: {op} moves {nbytes} bytes in {calls} calls; {most} will do"
-        expect(nbytes <= most, found)
+        found = f"{what}: {op} moves {nbytes} bytes in {calls} calls; {wanted.get(op, 0)} will do"
+        expect(nbytes <= wanted.get(op, 0), found)
 
 
 def gradient_hints(step, unit, rank, part):
@@ -168,8 +167,7 @@ def follow(lab, group, stage, seed, tied, backwards, max_norm=None, watch=None):
         kept[:] = [None if u.master.grad is None else u.master.grad.clone() for u in units]
 
     optimizer.register_step_pre_hook(note)
-    hint = "a collective's input or output is P times the other; a gradient is missing"
-    hint = "a parameter is empty, or full None, where it is needed" if stage == 3 else hint
+    hint = "a parameter is empty, or full None, where it is needed" if stage == 3 else SIZE
     wanted = expected_bytes(case.sizes, world, stage, backwards)
     wanted |= {"all_reduce": 8} if max_norm else {}
     for number, step in enumerate(case.steps):
@@ -219,10 +217,8 @@ def expect_equal(what, mine, right, hints, otherwise):
 
 def astray(stage, number, what):
     """A hint for a loss or gradient ("what") that is wrong in step number, from 0, first of all."""
-    if what == "loss" and number == 0:
-        return "the parameters are not what they were: full's order is that of the parameters"
     if what == "loss":
-        return "right before the first update: all ranks' new shards must get into full, each time"
+        return "the parameters are not all ranks' shards in their order, as they are now"
     if stage < 3:
         return "the gradients of all the step's backwards, of all parameters, once each"
     if number == 0:
@@ -270,8 +266,7 @@ def check_flat(lab, group, seed):
         shape = tuple(mine.shape)
         expect(shape == (world * c,), f"{name} has shape {shape}, not ({world * c},)", hint)
         expect_equal(name, mine, torch.cat([numbers, zeros]), {}, hint)
-        memory = [t.untyped_storage().data_ptr() for t in tensors]
-        own = mine.untyped_storage().data_ptr() not in memory
+        own = mine.data_ptr() not in [t.data_ptr() for t in tensors]
         expect(own, f"{name} shares memory with a tensor", "a new vector, also of one tensor")
         for rank in range(world):
             wanted = (rank * c, (rank + 1) * c, max(0, min(c, size - rank * c)))
@@ -361,11 +356,9 @@ def check_predict_messages(lab, group, seed):
             hint = "each unit with its padding"
             if any(found[op] in (right[op] * backwards, right[op] / backwards) for op in right):
                 hint = "stages 0 and 1 send once a step, stages 2 and 3 in each backward"
-            gathers = found.get("all_gather")
-            if stage == 3 and gathers == 2 * backwards * once:
-                hint = "the root unit is gathered once for forward and backward"
-            if stage == 3 and gathers == backwards * once:
-                hint = "a layer is gathered twice: it was freed behind its forward"
+            hints = {2 * backwards * once: "the root unit is gathered once for both"}
+            hints |= {backwards * once: "a layer is gathered twice: it is freed in between"}
+            hint = hints.get(found.get("all_gather"), hint) if stage == 3 else hint
             expect(found == right, what, hint)
     return "1 to 4 ranks, 1 to 3 backwards a step: bytes of every collective"
 
