@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 
 import torch
-from checks.lab9 import EXACT, STEPS, build, expected_bytes, one_device, unit_parameters
+from checks.lab9 import EXACT, STEPS, build, expected_bytes, finished, one_device, unit_parameters
 from ranks import Traffic, on_ranks, positive, table
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -265,12 +265,12 @@ def wire(sent, world):
     return sum((2 if op == "all_reduce" else 1) * n * (world - 1) / world for op, n in sent.items())
 
 
-def scaling(lab):
+def scaling():
     """{stage: GiB of model state of Llama-3.1-8B on rank 0 of each of WORLDS}, predicted."""
     config = config_of(LARGE, False)
     found, gib = {}, 1 << 30
     for stage in range(4):
-        each = [lab.memory(config, 1, 0, world, stage) for world in WORLDS]
+        each = [finished.memory(config, 1, 0, world, stage) for world in WORLDS]
         found[stage] = [sum(memory[part] for part in STATE) / gib for memory in each]
     print("\nllama-3.1-8b, float32: GiB of model state on rank 0, predicted")
     rows = [[WAYS[stage], *(f"{size:.1f}" for size in sizes)] for stage, sizes in found.items()]
@@ -283,7 +283,7 @@ def experiment(lab, args):
     errors, wrong = against_one_device(lab, args)
     rows, off = memories(lab, args)
     show(errors, rows, args)
-    results = {"ranks": args.ranks, "errors": errors, "memory": rows, "scaling": scaling(lab)}
+    results = {"ranks": args.ranks, "errors": errors, "memory": rows, "scaling": scaling()}
     return results | {"failed": wrong + off}
 
 
