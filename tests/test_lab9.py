@@ -57,10 +57,6 @@ BUGS = {
 }
 
 WRONG, RIGHT = listed('''
-== flat: zeros up to that behind the numbers
-return torch.cat([t.flatten() for t in tensors])
---
-...
 == flat: shards are equally long
 ...
 --
@@ -147,13 +143,15 @@ if self.full is None and not self.coming:
     work = dist.all_gather(list(parts.chunk(self.group.size())), self.shard, self.group, True)
     self.coming = parts, work
 --
-ready = lambda other: (self.gather(), other and other.begin())[2:] or None
-ready(self.after)
+self.gather()
+if self.after is not None:
+    self.after.begin()
 with saved_tensors_hooks(self.pack, self.unpack):
     y = forward(*args, **kwargs)
 self.free()
 if torch.is_grad_enabled():
-    y.register_hook(lambda _: ready(self.before))
+    y.register_hook(lambda _: self.gather())
+    y.register_hook(lambda _: self.before and self.before.begin())
 return y
 == clip
 grads = [unit.master.grad for unit in units]
@@ -170,6 +168,7 @@ NO_STRIDE = {"self.full.as_strided(*kept)": "self.full[kept[2] :][: kept[0].nume
 NORMS = {"norm = squares.sqrt()": "norm = squares if sharded else squares.sqrt()"}
 NORMS |= {"dist.all_reduce(sq": "squares = squares.sqrt()\n    dist.all_reduce(sq"}
 WRONG += [
+    wrong("flat", {"F.pad(flat, (0, -len(flat) % world))": "flat"}, "zeros up to that behind"),
     wrong("predict_memory", {"2 * (heads + kv)": "4 * heads"}, "K and V have num_key_value_heads"),
     wrong("predict_memory", {"(1 if config.tie_word_embeddings else 2)": "2"}, "count it once"),
     wrong("predict_memory", {"padded // world": "sum(sizes) // world"}, "is padded by itself"),
