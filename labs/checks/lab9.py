@@ -1,0 +1,645 @@
+"""Lab 9's checks, each of which runs on every rank, and the bugs that they have to catch.
+
+In float64, so that nothing but a mistake is off by more than EXACT: a small LLaMA on P ranks, each
+with its own sequences, against the same model on one device that has all of them. Gradients are
+compared too, at every step: AdamW alone would hide one that is too large by a factor.
+"""
+
+import inspect
+import itertools
+import time
+import weakref
+from collections import Counter
+from functools import partial
+from textwrap import dedent
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from checks.lab1 import noted_waits
+from ranks import LABS, Traffic, Wrong, expect, expect_close, load
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+finished = load(LABS / "lab9_zero.py")  # not the learner's
+loss_of = finished.loss_of
+
+EXACT = 1e-9
+SIZE = "a collective's input or output is P times the other; a gradient is missing"
+STEPS, RATE, TOKENS = 3, 1e-2, 12
+SIZES = {"hidden_size": 20, "intermediate_size": 27, "num_hidden_layers": 3, "vocab_size": 37}
+SIZES |= {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 4}
+
+
+class Norm(LlamaRMSNorm):
+    """RMSNorm in the dtype of its input; HF's computes in float32 whatever comes."""
+
+    def forward(self, x):
+        return self.weight * x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+
+
+class Scaled(LlamaForCausalLM):
+    """LLaMA whose logits are scaled by one more parameter, of one number: less than a rank each."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.scale = nn.Parameter(torch.tensor([1.3]))
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out.logits = out.logits * self.scale
+        return out
+
+
+def build(seed, tied):
+    """The small model in float64, the same on every rank."""
+    torch.manual_seed(seed)
+    model = Scaled(LlamaConfig(**SIZES, tie_word_embeddings=tied)).double()
+    for module in model.modules():
+        if isinstance(module, LlamaRMSNorm):
+            module.__class__ = Norm
+            nn.init.normal_(module.weight, mean=1, std=0.1)
+    return model
+
+
+def unit_parameters(model):
+    """[parameters of the root unit, of each layer's], as make_units() takes them."""
+    layers = [list(layer.parameters()) for layer in model.model.layers]
+    inside = {id(p) for layer in layers for p in layer}
+    return [[p for p in model.parameters() if id(p) not in inside], *layers]
+
+
+def one_device(seed, world, tied, backwards, max_norm=None):
+    """What one device makes of all ranks' sequences in STEPS steps of AdamW.
+
+    ids [rank][backward] (1, s), sizes of the units; of each step: its loss, by unit the flat
+    gradient before clipping, that of each rank's sequences alone, the weights after the step.
+    """
+    model = build(seed, tied)
+    units = unit_parameters(model)
+    numbers = torch.Generator().manual_seed(seed)
+    draw = partial(torch.randint, SIZES["vocab_size"], (1, TOKENS), generator=numbers)
+    case = SimpleNamespace(ids=[[draw() for _ in range(backwards)] for _ in range(world)], steps=[])
+    case.sizes = [sum(p.numel() for p in unit) for unit in units]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, foreach=False)
+    for _ in range(STEPS):
+        step = SimpleNamespace(own=[], losses=[])
+        for mine in case.ids:
+            loss = sum(loss_of(model, ids) for ids in mine) / backwards
+            grads = iter(torch.autograd.grad(loss, [p for unit in units for p in unit]))
+            step.own.append([torch.cat([next(grads).flatten() for _ in unit]) for unit in units])
+            step.losses.append(loss.detach())
+        step.grads = [sum(parts) / world for parts in zip(*step.own)]
+        for unit, flat in zip(units, step.grads):
+            for p, part in zip(unit, flat.split([p.numel() for p in unit])):
+                p.grad = part.view_as(p).clone()
+        if max_norm:
+            clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        step.weights = [parameters_to_vector(unit).detach().clone() for unit in units]
+        case.steps.append(step)
+    return case
+
+
+def shard_of(size, rank, world):
+    """(start, end) of a rank's shard without its padding."""
+    c = -(-size // world)
+    return min(rank * c, size), min((rank + 1) * c, size)
+
+
+def expected_bytes(sizes, world, stage, backwards, width=8):
+    """{collective: message bytes of a step}; the root unit is the first."""
+    padded = [width * (size + -size % world) for size in sizes]
+    if stage == 0:
+        return {"all_reduce": sum(padded)}
+    times = backwards if stage > 1 else 1
+    gathered = times * (2 * sum(padded) - padded[0]) if stage == 3 else sum(padded)
+    return {"reduce_scatter": times * sum(padded), "all_gather": gathered}
+
+
+def expect_messages(what, traffic, wanted):
+    """Raise Wrong where a collective moves more than wanted, or one that is not wanted."""
+    for op, (calls, nbytes) in traffic.ops.items():
+        found = f"{what}: {op} moves {nbytes} bytes in {calls} calls; {wanted.get(op, 0)} will do"
+        expect(nbytes <= wanted.get(op, 0), found)
+
+
+def gradient_hints(step, unit, rank, part):
+    """{hint: the gradient that a usual mistake gives}, of a rank's shard of a unit."""
+    world, right, own = len(step.own), step.grads[unit][part], step.own[rank][unit][part]
+    hints = {"divided by P twice: it is the mean already": right / world}
+    hints |= {"the mean over the ranks is wanted, not the sum": right * world}
+    alone = "these are the own sequences' gradients: reduce-scatter those of all ranks"
+    return hints | {alone: own, f"{alone}, then divide": own / world}
+
+
+def start(lab, group, stage, seed, tied):
+    """(model, units, optimizer) of the learner's, in a stage."""
+    model = build(seed, tied)
+    units = lab.make_units(model, group, stage)
+    masters = [unit.master for unit in units]
+    for i, (unit, master) in enumerate(zip(units, masters)):
+        first, last = shard_of(unit.size, group.rank(), group.size())
+        name, kind = f"master of unit {i}", type(master).__name__
+        expect(isinstance(master, nn.Parameter), f"{name} is {kind}", "a Parameter")
+        found = f"{name} has {master.numel()} numbers, {last - first} are parameters"
+        expect(master.numel() == last - first, found, "no optimizer state for padding or others")
+        shard, mine = (t.untyped_storage().data_ptr() for t in (unit.shard, master))
+        hint = "a step has to change the shard: a view of it, not a copy"
+        expect(mine == shard, f"{name} has memory of its own", hint)
+    return model, units, torch.optim.AdamW(masters, lr=RATE, foreach=False)
+
+
+def follow(lab, group, stage, seed, tied, backwards, max_norm=None, watch=None):
+    """Train STEPS steps in a stage, each held against one device; returns the largest error.
+
+    watch(model, units, traffic) may look on; what it returns judges what it saw.
+    """
+    rank, world, worst = group.rank(), group.size(), 0
+    case = one_device(seed, world, tied, backwards, max_norm)
+    model, units, optimizer = start(lab, group, stage, seed, tied)
+    parts = [slice(*shard_of(size, rank, world)) for size in case.sizes]
+    name, kept = f"ZeRO-{stage} on {world} ranks", []  # kept: the gradients that AdamW sees
+
+    def note(*_):
+        kept[:] = [None if u.master.grad is None else u.master.grad.clone() for u in units]
+
+    optimizer.register_step_pre_hook(note)
+    hint = "a parameter is empty, or full None, where it is needed" if stage == 3 else SIZE
+    wanted = expected_bytes(case.sizes, world, stage, backwards)
+    wanted |= {"all_reduce": 8} if max_norm else {}
+    for number, step in enumerate(case.steps):
+        where = f"{name}, step {number + 1}"
+        with Traffic() as traffic:
+            judge = watch(model, units, traffic) if watch else None
+            args = model, units, optimizer, case.ids[rank], max_norm
+            loss = attempt(where, hint, lab.train_step, *args)
+        if judge:
+            judge()
+        right = step.losses[rank]
+        expect_equal(f"{where}: the loss", loss, right, {}, astray(stage, number, "loss"))
+        for i, (mine, part) in enumerate(zip(kept, parts)):
+            what = f"{where}: the gradient of unit {i}"
+            expect(mine is not None, f"{what} is missing", "set master.grad to the own part")
+            if not max_norm:  # check_clip compares what is clipped
+                hints, otherwise = gradient_hints(step, i, rank, part), astray(stage, number, "")
+                off = expect_equal(what, mine, step.grads[i][part], hints, otherwise)
+                worst = max(worst, off)
+        worst = max(worst, expect_weights(where, units, step.weights, parts))
+        expect_messages(where, traffic, wanted)
+    state = [optimizer.state[unit.master] for unit in units]
+    averages = sum(each[key].numel() for each in state for key in ("exp_avg", "exp_avg_sq"))
+    most = 2 * sum(part.stop - part.start for part in parts)
+    expect(averages == most, f"{averages} numbers of optimizer state, not {most}")
+    return worst
+
+
+def attempt(what, hint, function, *args):
+    """function(*args); an error inside becomes Wrong, with a hint."""
+    try:
+        return function(*args)
+    except (RuntimeError, AttributeError, TypeError, ValueError) as problem:
+        if isinstance(problem, NotImplementedError):
+            raise
+        first = str(problem).partition("\n")[0]
+        raise Wrong(f"{what} fails, {type(problem).__name__}: {first}", hint) from problem
+
+
+def expect_equal(what, mine, right, hints, otherwise):
+    """expect_close() of EXACT, with a hint too where the tensor is none of the known wrong ones."""
+    try:
+        return expect_close(what, mine, right, EXACT, hints)
+    except Wrong as wrong:
+        raise Wrong(wrong.found, wrong.hint or otherwise) from None
+
+
+def astray(stage, number, what):
+    """A hint for a loss or gradient ("what") that is wrong in step number, from 0, first of all."""
+    if what == "loss":
+        return "the parameters are not all ranks' shards in their order, as they are now"
+    if stage < 3:
+        return "the gradients of all the step's backwards, of all parameters, once each"
+    if number == 0:
+        return "the loss is right: unpack() finds another tensor than was saved (strides, offset)"
+    return "right before the first update: the backward uses weights that were gathered before it"
+
+
+def expect_weights(what, units, weights, parts):
+    """Raise Wrong unless all that a rank holds of the parameters is as on one device; the error."""
+    worst = 0
+    for i, (unit, right, part) in enumerate(zip(units, weights, parts)):
+        name, mine = f"{what}: unit {i}, the own shard", unit.shard[: unit.own]
+        worst = max(worst, expect_close(name, mine, right[part], EXACT))
+        if unit.stage < 3:
+            full = torch.cat([p.detach().flatten() for p in unit.params])
+            hint = "the own shard is right, the others are not: every rank needs all shards in full"
+            expect_equal(f"{what}: unit {i} after publish()", full, right, {}, hint)
+    return worst
+
+
+def follow_both(lab, group, stage, seed, watch=None):
+    """On all ranks with two backwards a step, and on two of them with tied embeddings: a report."""
+    pair = dist.new_group([1, 2])  # its rank 0 is rank 1 of all
+    worst = follow(lab, group, stage, seed, False, 2, watch=watch)
+    if group.rank() in (1, 2):
+        worst = max(worst, follow(lab, pair, stage, seed, True, 1, watch=watch))
+    return f"{STEPS} steps on 2 and {group.size()} ranks, gradients, weights off by {worst:.0e}"
+
+
+# --------------------------------------------------------------------------------------------------
+# The checks
+# --------------------------------------------------------------------------------------------------
+
+
+def check_flat(lab, group, seed):
+    torch.manual_seed(seed)
+    for world, shapes in (3, [(2, 3), (1,)]), (4, [(1,)]), (2, [(4,), (2, 2)]), (1, [(5,)]):
+        tensors = [torch.randn(shape).movedim(0, -1) for shape in shapes]
+        numbers = torch.cat([t.flatten() for t in tensors])
+        size, c = len(numbers), -(-len(numbers) // world)
+        zeros = numbers.new_zeros(world * c - size)
+        name = f"flatten() of {size} numbers for {world} ranks"
+        mine = lab.flatten(tensors, world)
+        hint = f"{world} shards of {c}: zeros up to that behind the numbers"
+        shape = tuple(mine.shape)
+        expect(shape == (world * c,), f"{name} has shape {shape}, not ({world * c},)", hint)
+        expect_equal(name, mine, torch.cat([numbers, zeros]), {}, hint)
+        own = mine.data_ptr() not in [t.data_ptr() for t in tensors]
+        expect(own, f"{name} shares memory with a tensor", "a new vector, also of one tensor")
+        for rank in range(world):
+            wanted = (rank * c, (rank + 1) * c, max(0, min(c, size - rank * c)))
+            found = tuple(lab.held(size, rank, world))
+            hint = "shards are equally long, c = n / P rounded up: collectives want that"
+            if found[:2] == wanted[:2]:
+                hint = "own: without the padding, and never below 0"
+            expect(found == wanted, f"held({size}, {rank}, {world}) is {found}, not {wanted}", hint)
+    return "1 to 4 ranks, a unit smaller than P: equal shards, zeros behind, own numbers counted"
+
+
+def drawn(seed):
+    """number(low, high), drawn, the same on every rank."""
+    numbers = torch.Generator().manual_seed(seed)
+    return lambda low, high: int(torch.randint(low, high, (), generator=numbers))
+
+
+def check_predict_memory(lab, group, seed):
+    number = drawn(seed)
+    for tied in False, True:
+        kv, d, f, v = number(1, 4), 2 * number(2, 6), number(60, 90), number(100, 200)
+        heads = kv * number(2, 4)
+        h = heads * number(5, 9)
+        sizes = {"num_key_value_heads": kv, "num_attention_heads": heads, "head_dim": d}
+        sizes |= {"hidden_size": h, "intermediate_size": f, "num_hidden_layers": number(2, 5)}
+        config = LlamaConfig(**sizes, vocab_size=v, tie_word_embeddings=tied)
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config)
+        right = [sum(p.numel() for p in unit) for unit in unit_parameters(model)]
+        found = list(lab.unit_sizes(config))
+        what = f"unit_sizes() of {config.num_hidden_layers} layers is {found}, not {right}"
+        root, layer = (found[0] - right[0], found[-1] - right[-1]) if found else (0, 0)
+        hints = {v * h: "tied embeddings are one Parameter: count it once"}
+        hints |= {-v * h: "an untied head has weights of its own", -h: "the root has the last norm"}
+        hint = hints.get(root, "[root unit, then each layer's]")
+        hints = {2 * (heads - kv) * d * h: "K and V have num_key_value_heads heads"}
+        hint = (hints | {-2 * h: "a layer has two norms"}).get(layer, hint)
+        expect(found == right, what, hint)
+        expect_memory(lab, config, right, number(40, 90))
+    return "tied and not, GQA, 1 to 5 ranks, every stage and rank: all five parts"
+
+
+def expect_memory(lab, config, sizes, tokens):
+    """Raise Wrong unless memory() has every part right, on any rank of any world."""
+    parts = "parameters", "gradients", "optimizer", "gathered", "activations"
+    worlds = [(world, rank) for world in (1, 2, 3, 5) for rank in range(world)]
+    for (world, rank), stage, width in itertools.product(worlds, range(4), (4, 8)):
+        c = [(n + -n % world) // world for n in sizes]
+        own = sum(last - first for first, last in (shard_of(n, rank, world) for n in sizes))
+        right = [sum(c) * (world if stage < 3 else 1), sum(c) * (world if stage < 2 else 1)]
+        right += [2 * (own if stage else sum(sizes)), world * c[0] if stage == 3 else 0]
+        right.append(finished.activations(config, tokens))
+        found = lab.memory(config, tokens, rank, world, stage, width)
+        same = isinstance(found, dict) and set(found) == set(parts)
+        expect(same, f"memory() returns {found}", f"a dict of {', '.join(parts)}")
+        for part, numbers in zip(parts, right):
+            what = f"ZeRO-{stage}, rank {rank} of {world}, {width} bytes a number: {part}"
+            hint = memory_hint(part, found[part] / width, sizes, world, c)
+            expect(
+                found[part] == numbers * width, f"{what} {found[part]}, not {numbers * width}", hint
+            )
+
+
+def memory_hint(part, found, sizes, world, c):
+    """What a wrong number of numbers comes of; c: the units' shards with padding."""
+    n = sum(sizes)
+    usual = dict.fromkeys((n, n // world, -(-n // world)), "each unit is padded by itself")
+    if part == "optimizer":
+        usual = {sum(c): "AdamW has two averages", 2 * sum(c): "padding has no optimizer state"}
+        usual |= {2 * n: "from ZeRO-1 on a rank updates its shard alone"}
+    elif part == "gathered":
+        usual = {(world - 1) * c[0]: "the vector is gathered whole, the own shard is in it too"}
+        usual |= {world * sum(c): "of layers none is there then, only the root unit"}
+    return usual.get(found, "")
+
+
+def check_predict_messages(lab, group, seed):
+    number = drawn(seed)
+    for world, backwards, width in (2, 1, 4), (3, 2, 8), (4, 3, 4), (1, 1, 4):
+        sizes = [number(50, 99)] + [number(100, 200)] * number(2, 5)
+        once = width * sum(n + -n % world for n in sizes)
+        for stage in range(4):
+            right = expected_bytes(sizes, world, stage, backwards, width)
+            found = lab.messages(sizes, world, stage, backwards, width)
+            what = f"ZeRO-{stage} on {world} ranks, {backwards} backwards: {found}, not {right}"
+            same = isinstance(found, dict) and set(found) == set(right)
+            expect(same, what, "only the collectives that are used, by their names")
+            hint = "each unit with its padding"
+            if any(found[op] in (right[op] * backwards, right[op] / backwards) for op in right):
+                hint = "stages 0 and 1 send once a step, stages 2 and 3 in each backward"
+            hints = {2 * backwards * once: "the root unit is gathered once for both"}
+            hints |= {backwards * once: "a layer is gathered twice: it is freed in between"}
+            hint = hints.get(found.get("all_gather"), hint) if stage == 3 else hint
+            expect(found == right, what, hint)
+    return "1 to 4 ranks, 1 to 3 backwards a step: bytes of every collective"
+
+
+def check_zero1(lab, group, seed):
+    return follow_both(lab, group, 1, seed)
+
+
+def watch_arrivals(model, units, traffic):
+    """Hold each reduce-scatter against the gradients that have arrived; returns what judges it."""
+    arrived, found = Counter(), []
+
+    def note(p, i):
+        arrived[i] += 1
+        count, there = len(units[i].params), arrived[i] % len(units[i].params)
+        complete = sum(arrived[j] // len(unit.params) for j, unit in enumerate(units))
+        sent = traffic.ops.get("reduce_scatter", [0])[0]
+        if sent > complete:
+            what = f"unit {i} sends when {there} of {count} gradients are there"
+            found.append((what, "the last gradient of the unit sends them all, no earlier one"))
+        elif sent < complete:
+            what = f"unit {i}: all its gradients are there, and none are sent"
+            found.append((what, "send in the backward, when the unit's last gradient arrives"))
+        elif there == 0 and any(p.grad is not None for p in units[i].params):
+            what = f"unit {i}: its gradients stay after they were sent"
+            found.append((what, "set every .grad to None: the full gradients are to be gone"))
+
+    hooks = [  # they come after the learner's own
+        p.register_post_accumulate_grad_hook(partial(note, i=i))
+        for i, unit in enumerate(units)
+        for p in unit.params
+    ]
+
+    def judge():
+        for hook in hooks:
+            hook.remove()
+        if found:
+            raise Wrong(*found[0])
+
+    return judge
+
+
+def check_zero2(lab, group, seed):
+    report = follow_both(lab, group, 2, seed, watch_arrivals)
+    return f"{report}; sent and dropped unit by unit"
+
+
+def noted_lends(lab):
+    """alive(most): the bytes of all that units ever lent and that still exist.
+
+    It waits up to 5 seconds for them to be no more than `most`: gloo's own thread holds what it
+    gathered for a moment longer than wait() takes.
+    """
+    memory, lend = {}, lab.Unit.lend
+
+    def noting_lend(unit):
+        storage = unit.full.untyped_storage()
+        memory[storage._cdata] = weakref.ref(storage)
+        lend(unit)
+
+    def alive(most):
+        end = time.monotonic() + 5
+        while True:
+            nbytes = sum(there().nbytes() for there in memory.values() if there() is not None)
+            if nbytes <= most or time.monotonic() > end:
+                return nbytes
+            time.sleep(0.001)
+
+    lab.Unit.lend = noting_lend
+    return alive
+
+
+def check_freed(lab, group, seed):
+    """After each layer, the forward and the backward: what was gathered and is still alive."""
+    alive, peaks = noted_lends(lab), []
+    model, units, _ = start(lab, group, 3, seed, False)
+    root, layer = (len(unit.shard) * group.size() * 8 for unit in units[:2])
+    for each in model.model.layers:
+        each.mlp.register_forward_hook(lambda *_: peaks.append(alive(root + layer) - root))
+    units[0].gather()
+    loss = loss_of(model, torch.randint(SIZES["vocab_size"], (1, TOKENS)))
+    for i, unit in enumerate(units[1:]):
+        what, hint = f"after the forward layer {i}", "free() makes .data empty: a view keeps full"
+        expect(unit.full is None, f"{what}'s full is there", "free() drops it")
+        expect(not any(p.numel() for p in unit.params), f"{what}'s parameters are views", hint)
+    left = alive(root) - root
+    hint = "autograd saved views of full: pack() them all, transposed or not, as addresses"
+    expect(left <= 0, f"after the forward {left} bytes of layers are alive", hint)
+    found = f"{max(peaks)} bytes of layers at once, a layer has {layer}"
+    expect(max(peaks) <= layer, found, "free() each behind its forward")
+    loss.backward()
+    expect(not alive(0), "after the backward gathered bytes are alive", "arrived() frees")
+    unit = units[1]
+    unit.gather()
+    full = unit.full
+    unit.gather()
+    expect(unit.full is full, "gather() gathers what is here already", "do nothing then")
+    expect(unit.params[0].numel(), "gather() leaves the parameters empty", "lend() fills them")
+    expect(unit.coming is None, "after gather() coming is not None", "it has come")
+    unit.free()
+
+
+def check_zero3(lab, group, seed):
+    hint = "a parameter is empty, or full None, where it is needed; or an address is misread"
+    attempt("a forward or backward", hint, check_freed, lab, group, seed)
+    return f"{follow_both(lab, group, 3, seed)}; each layer freed, and gathered again"
+
+
+def check_prefetch(lab, group, seed):
+    model, units, _ = start(lab, group, 3, seed, True)
+    ids, layers, found, begun = torch.randint(30, (1, TOKENS)), units[1:], [], []
+
+    def look(i, other, phase):
+        """While layer i computes: is it there, and the other one begun and not awaited?"""
+        there = {j for j, u in enumerate(layers) if u.full is not None or u.coming is not None}
+        where = f"{phase}: while layer {i} computes"
+        if layers[i].full is None:
+            found.append((f"{where} its weights are not there", "gather() first"))
+        elif there - {i, other}:
+            kept = f"{where} layers {sorted(there)} are gathered"
+            found.append((kept, "free() behind the forward; begin() one neighbour, no more"))
+        elif other in range(len(layers)):
+            coming = layers[other].coming
+            if layers[other].full is not None or (coming and any(w is coming[1] for w in waits)):
+                awaited = f"{where} layer {other}'s gather has been awaited"
+                found.append((awaited, "begin() returns at once; gather() waits, in its turn"))
+            elif coming is None:
+                late = f"{where} layer {other}'s gather has not begun"
+                found.append((late, "begin() the neighbour's before this layer's work"))
+            else:
+                begun.append(coming[1])
+
+    for i, layer in enumerate(model.model.layers):
+        layer.self_attn.register_forward_pre_hook(lambda *_, i=i: look(i, i + 1, "forward"))
+
+        def at_output(module, args, y, i=i):
+            y.register_hook(lambda _: look(i, i - 1, "backward"))
+
+        layer.mlp.register_forward_hook(at_output)
+    with noted_waits() as waits, Traffic() as traffic:
+        units[0].begin()
+        units[0].begin()
+        work = (units[0].coming or [None])[-1]
+        hint = "coming is (full, work): async_op=True returns the work at once"
+        expect(hasattr(work, "wait"), f"after begin() coming has no work, {type(work)}", hint)
+        units[0].gather()
+        units[0].begin()
+        calls = traffic.ops["all_gather"][0]
+        expect(calls == 1, f"{calls} gathers of one unit", "nothing where it is here, or coming")
+        hint = "gather() before a layer computes, in the forward and in the backward"
+        attempt("a step", hint, lambda: loss_of(model, ids).backward())
+    if found:
+        raise Wrong(*found[0])
+    lost = [work for work in begun if not any(other is work for other in waits)]
+    expect(not lost, f"{len(lost)} gathers are never awaited", "gather() waits for begin()'s work")
+    wanted = expected_bytes([unit.size for unit in units], group.size(), 3, 1)
+    expect_messages("a forward and backward", traffic, wanted)
+    worst = follow(lab, group, 3, seed, True, 2)
+    seen = f"{len(begun)} gathers begun while a neighbour computes"
+    return f"{seen}; off by {worst:.0e} after {STEPS} steps"
+
+
+def check_clip(lab, group, seed):
+    rank, world = group.rank(), group.size()
+    numbers = torch.Generator().manual_seed(seed)
+    for stage, small in itertools.product(range(4), (False, True)):
+        whole = [torch.randn(n, generator=numbers, dtype=torch.float64) for n in (7, 1, 12)]
+        ranks = [[g[slice(*shard_of(len(g), r, world))] for g in whole] for r in range(world)]
+        given, right = ranks[rank] if stage else whole, torch.cat(whole).norm()
+        limit = (2 * right if small else right / 3).item()
+        units = []
+        for grad in given:
+            master = nn.Parameter(torch.zeros_like(grad))
+            master.grad = grad.clone()
+            units.append(SimpleNamespace(master=master, stage=stage, group=group))
+        with Traffic() as traffic:
+            norm = lab.clip(units, limit)
+        name, norms = f"ZeRO-{stage}: norm", [torch.cat(shards).norm() for shards in ranks]
+        expect(norm is not None, f"{name} is None", "return it")
+        hints = {"every rank has its shard's part: the squares add up over ranks": norms[rank]}
+        hints |= {"squares add up over the ranks, norms do not": sum(norms)}
+        hints |= {"the root of the sum of squares": right.square()}
+        hints |= {"in stage 0 every rank has all gradients": right * world**0.5}
+        expect_close(name, torch.as_tensor(norm).reshape(()).double(), right, EXACT, hints)
+        expect_messages(f"ZeRO-{stage}, clip()", traffic, {"all_reduce": 8} if stage else {})
+        scale = limit / (right + 1e-6)
+        for i, (unit, grad) in enumerate(zip(units, given)):
+            hints = {"not clipped": grad, "divided, but not times max_norm": grad / right}
+            hints = {"small gradients stay as they are": grad * scale} if small else hints
+            what = f"ZeRO-{stage}: gradient {i} of norm {right:.1f}, limit {limit:.1f},"
+            expect_close(what, unit.master.grad, grad * (1 if small else scale), EXACT, hints)
+    worst = max(follow(lab, group, stage, seed, True, 1, max_norm=0.05) for stage in (1, 2, 3))
+    return f"the same norm on every rank; {STEPS} clipped steps, weights off by {worst:.0e}"
+
+
+CHECKS = {
+    "flat": (check_flat, 1),
+    "predict_memory": (check_predict_memory, 1),
+    "predict_messages": (check_predict_messages, 1),
+    "zero1": (check_zero1, 3),
+    "zero2": (check_zero2, 4),
+    "zero3": (check_zero3, 4),
+    "prefetch": (check_prefetch, 3),
+    "clip": (check_clip, 3),
+}
+
+
+# --------------------------------------------------------------------------------------------------
+# Sabotage: bugs that the checks have to catch, for --inject-bug
+# --------------------------------------------------------------------------------------------------
+
+
+def edit(lab, name, changes):
+    """Give lab the finished lab's function, or Unit's, with pieces replaced: {right: wrong}."""
+    home, target = (finished.Unit, lab.Unit) if hasattr(finished.Unit, name) else (finished, lab)
+    source = dedent(inspect.getsource(getattr(home, name)))
+    for right, wrong in changes.items():
+        assert right in source, f"{right} is not in {name}"
+        source = source.replace(right, wrong)
+    made = {}
+    exec(source, vars(lab), made)
+    setattr(target, name, made[name])
+
+
+def padding_counted(lab):
+    """Of a shard that is partly padding all numbers count as parameters."""
+    edit(lab, "held", {"min(max(size - start, 0), c)": "c"})
+
+
+def averaged_twice(lab):
+    """The reduced gradient is divided by P twice; AdamW's steps hardly show it."""
+    edit(lab, "finish", {"mine[: self.own] / world": "mine[: self.own] / world / world"})
+
+
+def state_of_the_padding(lab):
+    """The optimizer gets the whole shard, padding included."""
+    edit(lab, "set_master", {"self.shard[: self.own]": "self.shard"})
+
+
+def not_published(lab):
+    """Each rank updates its shard, and nobody tells the others."""
+    edit(lab, "publish", {"dist.all_gather_into_tensor(self.full, self.shard, group=": "id("})
+
+
+def sent_too_early(lab):
+    """Shards are updated by what has arrived first: each gradient sends what is there."""
+    there = "[torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]"
+    edit(lab, "arrived", {"if any(": "if all(", "[p.grad for p in self.params]": there})
+
+
+def last_backward_only(lab):
+    """A backward's gradients replace those of the step's earlier backwards."""
+    edit(lab, "arrived", {"+= mine": "= mine + 0 * self.shard_grad"})
+
+
+def autograd_keeps_all(lab):
+    """Autograd saves views of full, so that no gathered layer is freed before its backward."""
+    edit(lab, "pack", {"tensor.size(), tensor.stride(), tensor.storage_offset()": "tensor"})
+
+
+def stale_weight(lab):
+    """The backward computes with the weights that its first gather brought: the loss is right."""
+    edit(lab, "unpack", {"self.full": "self.__dict__.setdefault('first', self.full.clone())"})
+
+
+def waits_at_once(lab):
+    """A gather is awaited where it begins: nothing travels while a layer computes."""
+    edit(lab, "begin", {"**how)": "**how)\n        self.coming[1].wait()"})
+
+
+def gathered_late(lab):
+    """Nobody looks ahead: each layer's gather begins when the layer wants to compute."""
+    edit(lab, "run", {"self.after.begin()": "pass", "self.before.begin()": "pass"})
+
+
+def local_norm(lab):
+    """Each rank clips by the norm of its own shards: another factor on every rank."""
+    edit(lab, "clip", {"if sharded:": "if False:"})
+
+
+BUGS = [padding_counted, averaged_twice, state_of_the_padding, not_published]
+BUGS += [sent_too_early, last_backward_only, autograd_keeps_all, stale_weight, waits_at_once]
+BUGS += [gathered_late, local_norm]
