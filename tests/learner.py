@@ -60,8 +60,8 @@ def listed(lab, text):
         head, body = part.split("\n", 1)
         exercise, _, said = head.partition(": ")
         answer = [None if region.strip() == "..." else region for region in body.split("\n--\n")]
-        if " -> " in body:
-            answer = edited(lab, exercise, [line.split(" -> ") for line in body.splitlines()])
+        if " ->" in body:
+            answer = edited(lab, exercise, [line.split(" ->") for line in body.splitlines()])
         if said:
             wrong.append((exercise, answer, said))
         else:
@@ -74,7 +74,7 @@ def edited(lab, exercise, changes):
     texts = [dedent(body) for _, name, body in REGION.findall(lab.read_text()) if name == exercise]
     for ours, theirs in changes:
         assert any(ours in text for text in texts), ours
-        texts = [text.replace(ours, theirs) for text in texts]
+        texts = [text.replace(ours, theirs.removeprefix(" ")) for text in texts]
     return texts
 
 

@@ -175,7 +175,7 @@ backwards if stage == 2 else 1 -> 1
 == predict_messages: once for both
 full[0] + 2 * sum(full[1:]) -> 2 * sum(full)
 == zero1: the mean over the ranks is wanted, not the sum
- / world -> 
+ / world ->
 == zero1: not a copy
 self.shard[: self.own] -> self.shard[: self.own].clone()
 == zero2: its gradients stay after they were sent
@@ -207,7 +207,7 @@ return y
 == clip: its shard's part
 dist.all_reduce(squares, group=group) -> pass
 == clip: small gradients stay as they are
-.clamp(max=1) -> 
+.clamp(max=1) ->
 == clip: squares add up over the ranks, norms do not
 dist.all_reduce(squares, -> dist.all_reduce(squares.sqrt_(),
 norm = squares.sqrt() -> norm = squares if sharded else squares.sqrt()
