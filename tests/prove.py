@@ -27,9 +27,11 @@ FILE = ROOT / "results" / "proved.json"
 
 def mutants():
     """Every mutant: how many were caught, how many are known to compute the same, which others."""
-    command = [sys.executable, ROOT / "tests" / "mutants.py"]
-    run = subprocess.run(command, capture_output=True, text=True)
-    rows = [line.split("  ") for line in run.stdout.splitlines() if "  " in line.strip()]
+    command, rows = [sys.executable, ROOT / "tests" / "mutants.py"], []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        for line in run.stdout:
+            print(line, end="", flush=True)
+            rows.append(line.rstrip().split("  "))
     said = Counter(row[0] for row in rows)
     return run.returncode, {
         "caught": said["caught"],
