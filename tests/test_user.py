@@ -15,7 +15,7 @@ from forks import STRATEGIES, run_script
 DIFF = 331  # lines of `diff tp.py sp_megatron.py`
 BUDGETS = {  # lines; nobody adds without taking something away
     "tp.py": 1175, "sp_megatron.py": 1190, "sp_ulysses.py": 1100, "pp.py": 1443,
-    "oom_search.py": 900, "sp_layout_sim.py": 835, "labs/break_it.py": 400,
+    "oom_search.py": 900, "sp_layout_sim.py": 834, "labs/break_it.py": 400, "tests/*.py": 5980,
 }  # fmt: skip
 PRESETS = "tiny, smollm2-135m, llama-3.2-1b, llama-3.2-3b, llama-3.1-8b"
 
@@ -141,10 +141,6 @@ def rank_of(pid):
         return dict(pair.partition("=")[::2] for pair in file.read().split("\0")).get("RANK")
 
 
-def test_copies_have_not_drifted():
-    assert drift() == []
-
-
 def test_drift_is_found_and_fixed(tmp_path):
     for script in STRATEGIES:
         (tmp_path / script).write_text((ROOT / script).read_text())
@@ -181,4 +177,5 @@ def test_a_diff_of_the_scripts_is_about_sequence_parallelism():
 
 @pytest.mark.parametrize("name,most", BUDGETS.items())
 def test_a_file_is_read_in_one_sitting(name, most):
-    assert len((ROOT / name).read_text().splitlines()) <= most
+    """tests/*.py: all together."""
+    assert sum(len(file.read_text().splitlines()) for file in ROOT.glob(name)) <= most
