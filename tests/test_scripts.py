@@ -220,7 +220,7 @@ def test_one_f_one_b_bounds_what_is_in_flight(ranks, world):
 @pytest.mark.parametrize("schedule", ["afab", "1f1b"])
 def test_torch_runs_the_same_stages(ranks, schedule):
     options = "--mode all --length 37 --bench-iters 1"
-    results = holds(ranks(2, f"pp.py --torch --model deep --schedule {schedule} {options}"))
+    results = holds(ranks(2, f"pp.py --torch --model even --schedule {schedule} {options}"))
     assert "manual: forward + backward" in results["benchmark"]["rivals_s"]
 
 
