@@ -47,4 +47,4 @@ $(VENV)/installed-test: $(VENV)/installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) my_labs tests/.shapes
+	rm -rf $(VENV) my_labs

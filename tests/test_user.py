@@ -15,7 +15,7 @@ from forks import STRATEGIES, run_script
 DIFF = 331  # lines of `diff tp.py sp_megatron.py`
 BUDGETS = {  # lines; nobody adds without taking something away
     "tp.py": 1175, "sp_megatron.py": 1190, "sp_ulysses.py": 1100, "pp.py": 1443,
-    "oom_search.py": 900, "sp_layout_sim.py": 834, "labs/break_it.py": 400, "tests/*.py": 5980,
+    "oom_search.py": 900, "sp_layout_sim.py": 834, "labs/break_it.py": 400, "tests/*.py": 5976,
 }  # fmt: skip
 PRESETS = "tiny, smollm2-135m, llama-3.2-1b, llama-3.2-3b, llama-3.1-8b"
 
