@@ -1,16 +1,16 @@
-"""A sample of the mutants of mutants.py; all of them take more than an hour."""
+"""A few of the mutants of mutants.py; `make prove` runs all, which takes more than an hour."""
 
 import mutants
 import pytest
 from conftest import python
 
-pytestmark = pytest.mark.slow  # to make them all takes half a minute, to run the sample minutes
+pytestmark = pytest.mark.slow  # to make them all takes half a minute, to run a few a minute
 
 
 def test_correctness_catches_what_changes_the_mathematics():
-    run = python("tests/mutants.py", "--every", "12", timeout=1800)
+    run = python("tests/mutants.py", "--every", "60", timeout=600)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    assert int(run.stdout.splitlines()[-1].split()[4]) >= 60, "enough of them"
+    assert int(run.stdout.splitlines()[-1].split()[4]) >= 11, "enough of them"
 
 
 def test_there_are_mutants_of_every_script_and_the_excuses_are_of_some():
