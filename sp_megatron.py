@@ -18,9 +18,10 @@ P = 2, one MLP:
 
 An all-reduce is a reduce-scatter and an all-gather: the forward sends what tp.py sends, cut in two,
 and what lies between the two halves (residuals, norms) is 1/P as large. A block's gathered input is
-not: with --recompute none autograd keeps it for the backward, where Megatron-LM keeps the shard and
-gathers again (labs/lab2_megatron_layers.py builds that). Activation recomputation, the default,
-keeps only 1/P of a layer's input, and gathers again: 2 all-gathers and a reduce-scatter more.
+not: with --recompute none autograd keeps it for the backward. Megatron-LM keeps the shard and
+gathers again, 2 all-gathers more, and so does --recompute selective (labs/lab2_megatron_layers.py
+builds it by hand). Recomputing whole layers, the default, keeps only 1/P of each layer's input, and
+repeats a reduce-scatter, too.
 
     torchrun --nproc_per_node=2 sp_megatron.py --mode correctness
     torchrun --nproc_per_node=4 sp_megatron.py --mode all --length 1001
@@ -63,7 +64,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.testing._internal.distributed import fake_pg
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from tqdm import tqdm
 from transformers.models.llama import modeling_llama
 
@@ -94,7 +99,7 @@ def all_gather(x, group):
     x = x.transpose(0, 1).contiguous()  # ranks are joined along dim 0: why Megatron has (s, b, h)
     out = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
     dist.all_gather_into_tensor(out, x, group=group)
-    return out.transpose(0, 1)
+    return out.transpose(0, 1).contiguous()
 
 
 def reduce_scatter(x, group):
@@ -104,7 +109,7 @@ def reduce_scatter(x, group):
     x = x.transpose(0, 1).contiguous()
     out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
     dist.reduce_scatter_tensor(out, x, group=group)
-    return out.transpose(0, 1)
+    return out.transpose(0, 1).contiguous()
 
 
 class GatherFromSPRegion(torch.autograd.Function):
@@ -315,7 +320,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(ctx, logits, target, start, group):
         largest = logits.max(-1, keepdim=True).values.float()
         peak = all_reduce(largest, group, dist.ReduceOp.MAX)
-        shifted = logits.float() - peak  # at most 0: exp stays finite
+        shifted = logits - peak  # float32, as peak is; at most 0: exp stays finite
         elsewhere = (target < start) | (target >= start + logits.shape[-1])
         column = (target - start).masked_fill(elsewhere, 0)[:, None]
         target_logit = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0)
@@ -329,7 +334,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # d loss / d logits = softmax - one_hot(target): no communication
         logits, column, elsewhere, peak, sum_exp = ctx.saved_tensors
-        softmax = (logits.float() - peak).exp_().div_(sum_exp[:, None])
+        softmax = (logits - peak).exp_().div_(sum_exp[:, None])
         softmax.scatter_add_(-1, column, -(~elsewhere)[:, None].to(softmax.dtype))
         return softmax.mul_(grad[:, None]).to(logits.dtype), None, None, None
 
@@ -471,9 +476,10 @@ def expected_traffic(config, group, args):
         ("backward", "all_gather", blocks, blocks * hidden),
         ("backward", "all_reduce", blocks, norms),
     ]
-    if args.recompute != "none":  # both g and attention's g-bar again. Not MLP's, a layer's last
-        # step: checkpoint() stops as soon as it has recomputed all that the backward needs
+    if args.recompute != "none":  # both g again
         rows += [("backward", "all_gather", 2 * layers, 2 * layers * hidden)]
+    if args.recompute in ("block", "offload"):  # attention's g-bar again. Not MLP's, a layer's
+        # last: checkpoint() stops as soon as it has recomputed all that the backward needs
         rows += [("backward", "reduce_scatter", layers, layers * hidden)]
     if args.loss == "chunked":  # recomputed, too
         rows += [("backward", "all_gather", chunks, hidden)]
@@ -519,17 +525,49 @@ def recompute(args, inner, x, **others):  # (b, s, h) -> (b, s, h)
 
 
 # Copied from tp.py
+def recompute_selectively(inner, x, **others):  # (b, s, h) -> (b, s, h)
+    """Keep what is dear to compute, and run the rest again: cheap, but large (arXiv 2205.05198).
+
+    Kept are what q, k, v, gate and up return, attention's result, and the input of either block.
+    Norms, rotary embedding, silu(gate) * up, and what is communicated before them, run again.
+    """
+    layer = inner.__self__
+    attention, mlp = layer.self_attn, layer.mlp
+    linears = attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj
+    weights = {linear.weight.untyped_storage()._cdata for linear in linears}
+
+    def policy(context, operator, *inputs, **options):
+        name = operator.name()
+        product = name in ("aten::mm", "aten::addmm")
+        product = product and inputs[-1].untyped_storage()._cdata in weights
+        keep = product or "attention" in name or "flash_attn" in name
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def attend(x):
+        return attention(hidden_states=layer.input_layernorm(x), **others)[0]
+
+    def feed_forward(x):
+        return mlp(layer.post_attention_layernorm(x))
+
+    for block in (attend, feed_forward):  # as HF's LlamaDecoderLayer
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        x = x + checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+    return x
+
+
+# Copied from tp.py
 def make_parallel(model, group, args):
     """This rank's share of model, in place, with the recomputation asked for."""
-    if args.recompute != "none":
+    if args.recompute in ("block", "offload"):
         for layer in model.model.layers:
             for block in (layer.input_layernorm, layer.post_attention_layernorm, layer.mlp):
                 wrap(block, partial(run_in_tiles, args))
         wrap(model.model.norm, partial(run_in_tiles, args))
     parallelize(model, group, args)
+    again = recompute_selectively if args.recompute == "selective" else partial(recompute, args)
     if args.recompute != "none":
         for layer in model.model.layers:
-            wrap(layer, partial(recompute, args))
+            wrap(layer, again)
     return model
 
 
@@ -1054,8 +1092,10 @@ def parse(argv):
     add("--dtype", choices=["float32", "bfloat16", "float64"], default="float32")
     add("--attn", choices=["auto", "sdpa", "eager", "flash"], default="auto", help="auto: sdpa")
     add("--loss", choices=["chunked", "full"], default="chunked", help="full: all logits at once")
-    kept = "block: keep layers' inputs only; offload: and that in the host's memory; none: keep all"
-    add("--recompute", choices=["block", "offload", "none"], default="block", help=kept)
+    kept = "block: keep layers' inputs only; offload: and that in the host's memory; "
+    kept += "selective: keep what is dear to compute; none: keep all"
+    ways = ["block", "offload", "selective", "none"]
+    add("--recompute", choices=ways, default="block", help=kept)
     tile = "tokens an MLP takes at a time, if recomputed (16384; more if it is sharded)"
     add("--tile", type=int, default=16384, help=tile)
     fake = "auto: nccl with a GPU a rank; fake: this is rank $RANK of $WORLD_SIZE, peers are silent"

@@ -70,7 +70,11 @@ from torch.distributed.tensor.parallel import (
 from torch.testing._internal.distributed import fake_pg
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from tqdm import tqdm
 from transformers.models.llama import modeling_llama
 
@@ -325,7 +329,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(ctx, logits, target, start, group):
         largest = logits.max(-1, keepdim=True).values.float()
         peak = all_reduce(largest, group, dist.ReduceOp.MAX)
-        shifted = logits.float() - peak  # at most 0: exp stays finite
+        shifted = logits - peak  # float32, as peak is; at most 0: exp stays finite
         elsewhere = (target < start) | (target >= start + logits.shape[-1])
         column = (target - start).masked_fill(elsewhere, 0)[:, None]
         target_logit = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0)
@@ -339,7 +343,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # d loss / d logits = softmax - one_hot(target): no communication
         logits, column, elsewhere, peak, sum_exp = ctx.saved_tensors
-        softmax = (logits.float() - peak).exp_().div_(sum_exp[:, None])
+        softmax = (logits - peak).exp_().div_(sum_exp[:, None])
         softmax.scatter_add_(-1, column, -(~elsewhere)[:, None].to(softmax.dtype))
         return softmax.mul_(grad[:, None]).to(logits.dtype), None, None, None
 
@@ -460,8 +464,8 @@ def expected_traffic(config, group, args):
         ("forward", "all_reduce", 1 + 2 * layers, (1 + 2 * layers) * hidden),  # embedding, every g
         ("backward", "all_reduce", head + projections * layers, blocks * hidden),  # every f
     ]
-    if args.recompute != "none":  # attention's g again. Not MLP's, a layer's last: checkpoint()
-        # stops as soon as it has recomputed all that the backward needs
+    if args.recompute in ("block", "offload"):  # attention's g again. Not MLP's, a layer's last:
+        # checkpoint() stops as soon as it has recomputed all that the backward needs
         rows += [("backward", "all_reduce", layers, layers * hidden)]
     _, (k0, k1), replicas = head_range(config, group.rank(), P)
     if replicas > 1:  # replicated KV heads: their gradients are summed
@@ -504,17 +508,49 @@ def recompute(args, inner, x, **others):  # (b, s, h) -> (b, s, h)
 
 
 # Copied from tp.py
+def recompute_selectively(inner, x, **others):  # (b, s, h) -> (b, s, h)
+    """Keep what is dear to compute, and run the rest again: cheap, but large (arXiv 2205.05198).
+
+    Kept are what q, k, v, gate and up return, attention's result, and the input of either block.
+    Norms, rotary embedding, silu(gate) * up, and what is communicated before them, run again.
+    """
+    layer = inner.__self__
+    attention, mlp = layer.self_attn, layer.mlp
+    linears = attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj
+    weights = {linear.weight.untyped_storage()._cdata for linear in linears}
+
+    def policy(context, operator, *inputs, **options):
+        name = operator.name()
+        product = name in ("aten::mm", "aten::addmm")
+        product = product and inputs[-1].untyped_storage()._cdata in weights
+        keep = product or "attention" in name or "flash_attn" in name
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def attend(x):
+        return attention(hidden_states=layer.input_layernorm(x), **others)[0]
+
+    def feed_forward(x):
+        return mlp(layer.post_attention_layernorm(x))
+
+    for block in (attend, feed_forward):  # as HF's LlamaDecoderLayer
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        x = x + checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+    return x
+
+
+# Copied from tp.py
 def make_parallel(model, group, args):
     """This rank's share of model, in place, with the recomputation asked for."""
-    if args.recompute != "none":
+    if args.recompute in ("block", "offload"):
         for layer in model.model.layers:
             for block in (layer.input_layernorm, layer.post_attention_layernorm, layer.mlp):
                 wrap(block, partial(run_in_tiles, args))
         wrap(model.model.norm, partial(run_in_tiles, args))
     parallelize(model, group, args)
+    again = recompute_selectively if args.recompute == "selective" else partial(recompute, args)
     if args.recompute != "none":
         for layer in model.model.layers:
-            wrap(layer, partial(recompute, args))
+            wrap(layer, again)
     return model
 
 
@@ -1039,8 +1075,10 @@ def parse(argv):
     add("--dtype", choices=["float32", "bfloat16", "float64"], default="float32")
     add("--attn", choices=["auto", "sdpa", "eager", "flash"], default="auto", help="auto: sdpa")
     add("--loss", choices=["chunked", "full"], default="chunked", help="full: all logits at once")
-    kept = "block: keep layers' inputs only; offload: and that in the host's memory; none: keep all"
-    add("--recompute", choices=["block", "offload", "none"], default="block", help=kept)
+    kept = "block: keep layers' inputs only; offload: and that in the host's memory; "
+    kept += "selective: keep what is dear to compute; none: keep all"
+    ways = ["block", "offload", "selective", "none"]
+    add("--recompute", choices=ways, default="block", help=kept)
     tile = "tokens an MLP takes at a time, if recomputed (16384; more if it is sharded)"
     add("--tile", type=int, default=16384, help=tile)
     fake = "auto: nccl with a GPU a rank; fake: this is rank $RANK of $WORLD_SIZE, peers are silent"

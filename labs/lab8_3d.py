@@ -133,7 +133,7 @@ def all_gather(x, group):
     x = x.transpose(0, 1).contiguous()  # ranks are joined along dim 0: why Megatron has (s, b, h)
     out = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
     dist.all_gather_into_tensor(out, x, group=group)
-    return out.transpose(0, 1)
+    return out.transpose(0, 1).contiguous()
 
 
 # Copied from sp_megatron.py
@@ -144,7 +144,7 @@ def reduce_scatter(x, group):
     x = x.transpose(0, 1).contiguous()
     out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
     dist.reduce_scatter_tensor(out, x, group=group)
-    return out.transpose(0, 1)
+    return out.transpose(0, 1).contiguous()
 
 
 # Copied from sp_megatron.py
@@ -279,7 +279,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(ctx, logits, target, start, group):
         largest = logits.max(-1, keepdim=True).values.float()
         peak = all_reduce(largest, group, dist.ReduceOp.MAX)
-        shifted = logits.float() - peak  # at most 0: exp stays finite
+        shifted = logits - peak  # float32, as peak is; at most 0: exp stays finite
         elsewhere = (target < start) | (target >= start + logits.shape[-1])
         column = (target - start).masked_fill(elsewhere, 0)[:, None]
         target_logit = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0)
@@ -293,7 +293,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # d loss / d logits = softmax - one_hot(target): no communication
         logits, column, elsewhere, peak, sum_exp = ctx.saved_tensors
-        softmax = (logits.float() - peak).exp_().div_(sum_exp[:, None])
+        softmax = (logits - peak).exp_().div_(sum_exp[:, None])
         softmax.scatter_add_(-1, column, -(~elsewhere)[:, None].to(softmax.dtype))
         return softmax.mul_(grad[:, None]).to(logits.dtype), None, None, None
 

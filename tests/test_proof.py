@@ -4,6 +4,7 @@ Every case runs on ranks of its own, forks of one process that has loaded torch:
 """
 
 import gc
+import json
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT, changed
 from forks import STRATEGIES
+from torch.utils.flop_counter import FlopCounterMode
 
 TP, OWN_HEAD = STRATEGIES[:2], STRATEGIES[2:]  # vocabulary cut over the ranks; or not
 END = 'if __name__ == "__main__":'  # a change put here comes after all definitions
@@ -163,7 +165,7 @@ def test_correctness_sees_with_its_default_options(ranks, what, script, put):
 
 COARSE = [  # a softmax in bfloat16; the gradient of one
     ("shifted.exp_()", "shifted.bfloat16().float().exp_()", TP),
-    ("(logits.float() - peak).exp_()", "(logits - peak.bfloat16()).float().exp_()", TP),
+    ("(logits - peak).exp_()", "(logits - peak.bfloat16()).float().exp_()", TP),
     ("model.lm_head.weight).float()", "model.lm_head.weight)", OWN_HEAD),
     ("logits.exp().sum(-1)", "logits.bfloat16().exp().sum(-1).float()", OWN_HEAD),
 ]
@@ -269,12 +271,12 @@ WRAP = '    module.__class__ = type(kind.__name__, (kind,), {"forward": wrapped}
 
 
 @pytest.mark.parametrize("script", STRATEGIES)
-@pytest.mark.parametrize("options", [[], ["--recompute", "none"]], ids=["block", "none"])
-def test_a_rank_holds_its_own_weights_and_nothing_else(ranks, script, options):
-    argv = [*small(ranks), *options]
+@pytest.mark.parametrize("how", ["block", "selective", "none"])
+def test_a_rank_holds_its_own_weights_and_nothing_else(ranks, script, how):
+    argv = [*small(ranks), "--recompute", how]
     codes, output = ranks.live(2, only_its_own, script, {}, argv)
     assert codes == [0, 0], output
-    if not options:
+    if how == "block":
         codes, output = ranks.live(2, only_its_own, script, {WRAP: CYCLE}, argv, 0.2)
         assert 1 in codes and "alive" in output, output
 
@@ -304,6 +306,31 @@ def test_what_spares_memory_is_done(ranks, script, how):
     argv = [*small(ranks), "--tile", "1", "--recompute", how]
     codes, output = ranks.live(2, spares, script, argv)
     assert codes == [0, 0], output
+
+
+def costs(script, argv):
+    """FLOPs and peak memory of a step with each recomputation; rank 0 prints them."""
+    script = load(script)
+    args = script.parse(argv)
+    group, found = script.start(args), {}
+    for args.recompute in ("none", "selective", "block"):
+        model = script.make_parallel(script.load_model(args), group, args)
+        batch = script.proof_batch(args, group)
+        with FlopCounterMode(display=False) as flops, script.Meter() as meter:
+            script.train_step(model, *batch, group, args)
+        found[args.recompute] = flops.get_total_flops(), meter.peak
+    if group.rank() == 0:
+        print(json.dumps(found))
+
+
+@pytest.mark.parametrize("script", STRATEGIES)
+def test_selective_recomputation_keeps_what_is_dear(ranks, script):
+    """No FLOPs more than without recomputation, norms' and the like apart, and less memory."""
+    argv = ["--length", "256", "--batch", "4"]
+    codes, output = ranks.live(2, costs, script, argv)
+    assert codes == [0, 0], output
+    (none, most), (selective, less), (block, _) = json.loads(output.splitlines()[-1]).values()
+    assert none == selective < block and less < most
 
 
 def test_a_tile_has_more_tokens_the_narrower_a_block_is():

@@ -21,10 +21,10 @@ MODEL = [
     (2, "shared_kv --attn eager --loss full"),
     (2, "two_kv --batch 2 --loss full --recompute none"),
     (2, "own_kv --attn eager --batch 4"),  # two KV heads on a rank, and one
-    (2, "bias --recompute none"),
+    (2, "bias --recompute selective"),
     (2, "head_dim --recompute offload --tile 7"),  # the last tile is shorter
     (3, "shared_kv --tile 1"),  # smaller than the batch: a token of each sequence at a time
-    (3, "own_kv"),
+    (3, "own_kv --recompute selective"),
     (2, "one_layer --length 2 --batch 1"),  # gradients that are zero by construction
     (1, "one_layer --length 3 --batch 1"),
     (3, "four_heads --length 9"),  # query heads of one KV head that the ranks do not divide
@@ -34,7 +34,7 @@ PIPELINE = [
     (2, f"shared_kv --schedule 1f1b --attn eager {SEQUENCES}"),
     (2, f"two_kv --schedule zb --loss full --recompute none {SEQUENCES}"),
     (2, f"own_kv --schedule afab {SEQUENCES}"),
-    (2, f"bias --schedule zb {SEQUENCES}"),
+    (2, f"bias --schedule zb --recompute selective {SEQUENCES}"),
     (2, f"head_dim --schedule 1f1b --recompute offload --tile 7 {SEQUENCES}"),
     (1, "one_layer --length 2 --batch 1"),
     *((ranks, f"deep --schedule {s} --microbatches 5") for s in SCHEDULES for ranks in (1, 2, 3)),
@@ -106,7 +106,8 @@ def test_two_tokens_are_no_false_alarm(ranks, script, dtype):
 
 MODES = [(2, f"{s} --length 64", "tiny") for s in STRATEGIES]
 MODES += [(2, "tp.py --dtensor --length 64 --model even", "even")]
-MODES += [(3, f"{s} --length 37 --model shared_kv", "shared_kv") for s in SHARDED]
+SELECTIVE = "--length 37 --model shared_kv --recompute selective"
+MODES += [(3, f"{s} {SELECTIVE}", "shared_kv") for s in SHARDED]
 MODES += [(3, "pp.py --length 37 --model deep --schedule interleaved", "deep")]
 MORE_MODES = [(p, f"{s} --length 64", "tiny") for p in (1, 4) for s in TWO]
 MORE_MODES += [(2, f"{s} --length 128 --dtype bfloat16", "tiny") for s in TWO]
