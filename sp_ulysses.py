@@ -25,11 +25,13 @@ heads / heads (with more ranks than KV heads, a KV head is sent to all that need
 sends shrinks with P; in tp.py and sp_megatron.py it does not. The price: weights, gradients and
 optimizer state do not shrink; each weight saw only s/P tokens, so a step ends with an all-reduce of
 every gradient; and there can be no more ranks than heads. Activation recomputation sends all of the
-forward again.
+forward again. With --shard-weights, as people run it, 1/P of the weights stays on a rank: 2
+all-gathers of all weights and a reduce-scatter of all gradients take the place of that all-reduce.
 
     torchrun --nproc_per_node=2 sp_ulysses.py --mode correctness
     torchrun --nproc_per_node=4 sp_ulysses.py --mode all --length 1001
     torchrun --nproc_per_node=2 sp_ulysses.py --length 20480 --batch 1 --mode benchmark
+    torchrun --nproc_per_node=2 sp_ulysses.py --mode all --shard-weights
     torchrun --nproc_per_node=2 labs/break_it.py sp_ulysses.py local_position_ids
     diff sp_megatron.py sp_ulysses.py     # two ways to give attention all tokens
 """
@@ -64,7 +66,9 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 from torch.autograd.graph import save_on_cpu
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed import fake_pg
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -244,9 +248,27 @@ def parallelize(model, group, args):
     transformers.AttentionInterface.register("ulysses", attention)
     transformers.AttentionMaskInterface.register("ulysses", full_mask(group, args))
     model.set_attn_implementation("ulysses")
+    if args.shard_weights:
+        shard_weights(model, group)
     for parameter in model.parameters():  # each rank sees its tokens only: a part of the gradient
         parameter.replicas = group.size()
-        parameter.sum_over = group if group.size() > 1 else None
+        if group.size() > 1 and not args.shard_weights:
+            parameter.sum_over = group
+
+
+def shard_weights(model, group):
+    """Leave each rank 1/P of every weight, and of its gradient, by rows (ZeRO-3, arXiv 1910.02054).
+
+    PyTorch's fully_shard gathers a layer's weights before its forward, drops them after it, gathers
+    them again before its backward, and reduce-scatters the gradients after that. What is in no
+    layer (embedding, last norm, head) is gathered for the model as a whole.
+    """
+    wrap(model, lambda inner, run: run())  # the model's forward: whatever needs its weights
+    mesh = DeviceMesh.from_group(group, model.device.type)
+    for unit in (*model.model.layers, model):
+        fully_shard(unit, mesh=mesh, reshard_after_forward=True)
+        unit.set_gradient_divide_factor(1.0)  # a sum over ranks, as without sharding; not a mean
+        unit.set_force_sum_reduction_for_comms(True)
 
 
 # Copied from sp_megatron.py
@@ -255,10 +277,11 @@ def settle(args):
     args.batch = args.batch or 3
 
 
-# Copied from sp_megatron.py
 def check_shape(args, world):
     """Raise Unusable where this model cannot be cut over world ranks."""
     head_range(args.config, 0, world)
+    if args.shard_weights and world == 1:
+        raise Unusable("--shard-weights has no other rank to leave weights to; 2 ranks would do")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -337,7 +360,11 @@ def sum_shared_gradients(model):
 
 def train_step(model, ids, labels, group, args, backward=True):
     """Loss of ids (b, s), the same on every rank; after it every .grad is complete."""
-    loss = mean_loss(model, hidden_states(model, ids, group, args), labels, group, args)
+
+    def forward():
+        return mean_loss(model, hidden_states(model, ids, group, args), labels, group, args)
+
+    loss = model(forward) if args.shard_weights else forward()
     if backward:
         loss.backward()
         sum_shared_gradients(model)
@@ -364,7 +391,11 @@ def grad_norm(model, group):
 def local_logits(model, ids, group, args):
     """This rank's logits of (b, s, v); `shard`: which (dim, start, end), `replicas`: how often."""
     start, end, replicas = token_range(args.length, group)
-    logits = model.lm_head(hidden_states(model, ids, group, args)[:, : end - start])  # (b, s/P, v)
+
+    def forward():
+        return model.lm_head(hidden_states(model, ids, group, args)[:, : end - start])
+
+    logits = model(forward) if args.shard_weights else forward()  # (b, s/P, v)
     logits.shard, logits.replicas = (1, start, end), replicas
     return logits
 
@@ -387,14 +418,20 @@ def expected_traffic(config, group, args):
     mine = P * queries[group.rank()] * head  # my heads of all tokens: as much, if P divides
     my_kv = P * keys[group.rank()] * head
     with torch.device("meta"):  # shapes without memory
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    numbers = [p.numel() for p in model.parameters()]
+        weights = [*transformers.AutoModelForCausalLM.from_config(config).parameters()]
     rows = [
         ("forward", "all_to_all", 4 * layers, layers * (q + 2 * kv + mine)),  # q, k, v; output
         ("backward", "all_to_all", 4 * layers, layers * (mine + 2 * my_kv + q)),  # gradients back
         ("forward", "all_reduce", 1, max(4, element)),  # the loss, in float32 or better
-        ("backward", "all_reduce", len(numbers), sum(numbers) * element),  # every gradient
     ]
+    if args.shard_weights:  # a message for each layer, and one for the rest; rows that P divides
+        size = sum(padded(len(p), P) * p[0].numel() for p in weights) * element
+        rows += [("forward", "all_gather", layers + 1, size)]
+        rows += [("backward", "all_gather", layers + 1, size)]
+        rows += [("backward", "reduce_scatter", layers + 1, size)]  # the gradients
+    else:
+        size = sum(p.numel() for p in weights) * element
+        rows += [("backward", "all_reduce", len(weights), size)]  # every gradient
     if args.recompute != "none":  # a layer again, up to MLP's last matrix: all of attention
         rows += [("backward", "all_to_all", 4 * layers, rows[0][3])]
     return rows
@@ -480,7 +517,7 @@ def make_parallel(model, group, args):
 
 
 # What sections 6 and 7, the same in all four scripts, find of this script alone
-OPTIONS = {}
+OPTIONS = {"--shard-weights": {"action": "store_true", "help": "keep 1/P of them a rank (ZeRO-3)"}}
 RIVAL = None  # with this option benchmark mode times the script without it, too, in turn
 FIGURES, OWN_MODES = None, {}  # what benchmark measures besides; modes that need no ranks
 
@@ -836,6 +873,21 @@ class Meter(TorchDispatchMode):
 
     def release(self, key):
         self.now -= self.alive.pop(key)
+
+    def __enter__(self):
+        self.resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = lambda *how: self.resized(*how)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.UntypedStorage.resize_ = self.resize
+        return super().__exit__(*error)
+
+    def resized(self, storage, size):  # fully_shard drops and fills gathered weights in place
+        if storage._cdata in self.alive:
+            self.now += size - self.alive[storage._cdata]
+            self.alive[storage._cdata], self.peak = size, max(self.peak, self.now)
+        return self.resize(storage, size)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(hasattr(kind, "full_tensor") for kind in types):  # a DTensor: see what is below it

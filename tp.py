@@ -912,6 +912,21 @@ class Meter(TorchDispatchMode):
     def release(self, key):
         self.now -= self.alive.pop(key)
 
+    def __enter__(self):
+        self.resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = lambda *how: self.resized(*how)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.UntypedStorage.resize_ = self.resize
+        return super().__exit__(*error)
+
+    def resized(self, storage, size):  # fully_shard drops and fills gathered weights in place
+        if storage._cdata in self.alive:
+            self.now += size - self.alive[storage._cdata]
+            self.alive[storage._cdata], self.peak = size, max(self.peak, self.now)
+        return self.resize(storage, size)
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(hasattr(kind, "full_tensor") for kind in types):  # a DTensor: see what is below it
             return NotImplemented

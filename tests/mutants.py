@@ -78,6 +78,7 @@ PLAIN = [  # (ranks, model and options)
     (2, f"own_kv {LONG} --attn eager --recompute none"),  # two KV heads on a rank, and one
     (4, f"two_kv {LONG} --recompute offload"),  # a KV head on two ranks
     (5, f"shared_kv {LONG}"),  # its query heads unevenly on five
+    (2, f"bias {LONG} --recompute selective"),
     (2, f"shared_kv {LONG} --dtype bfloat16"),
     (1, f"shared_kv {LONG}"),
 ]
@@ -95,6 +96,7 @@ PIPELINES = [
     (2, f"deep --schedule zb --dtype bfloat16 {CUT}"),
 ]
 TRIALS = dict.fromkeys(SCRIPTS, PLAIN) | {"pp.py": PIPELINES}
+TRIALS["sp_ulysses.py"] = [*PLAIN, (3, f"own_kv {LONG} --shard-weights")]
 
 
 def survivors():

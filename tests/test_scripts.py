@@ -42,13 +42,16 @@ PIPELINE = [
 ]
 EXACT = [(ranks, f"{s} --length 37 --model {m}") for s in SHARDED for ranks, m in MODEL]
 EXACT += [(ranks, f"pp.py --length 37 --model {m}") for ranks, m in PIPELINE]
+ZERO3 = "sp_ulysses.py --shard-weights --length 37 --model"
+EXACT += [(ranks, f"{ZERO3} {m}") for ranks, m in MODEL[:7]]
 EXACT += [(2, f"tp.py --dtensor --length 37 --model even{more}") for more in ("", " --loss full")]
 MORE = [  # for the slow tests
     *((4, f"{s} --length 37 --model {m}") for s in SHARDED for _, m in MODEL[:5] if m[:3] != "own"),
     *((5, f"{s} --length 9 --model seven_heads") for s in SHARDED),
+    (4, f"{ZERO3} two_kv --recompute offload"),
     *((4, f"pp.py --length 64 --model deep --schedule {s}") for s in ("afab", "1f1b", "zb")),
 ]
-TWO = [*STRATEGIES, "tp.py --dtensor"]
+TWO = [*STRATEGIES, "tp.py --dtensor", "sp_ulysses.py --shard-weights"]
 
 
 def holds(run):
@@ -107,6 +110,7 @@ def test_two_tokens_are_no_false_alarm(ranks, script, dtype):
 MODES = [(2, f"{s} --length 64", "tiny") for s in STRATEGIES]
 MODES += [(2, "tp.py --dtensor --length 64 --model even", "even")]
 SELECTIVE = "--length 37 --model shared_kv --recompute selective"
+MODES += [(3, f"{ZERO3} own_kv", "own_kv")]
 MODES += [(3, f"{s} {SELECTIVE}", "shared_kv") for s in SHARDED]
 MODES += [(3, "pp.py --length 37 --model deep --schedule interleaved", "deep")]
 MORE_MODES = [(p, f"{s} --length 64", "tiny") for p in (1, 4) for s in TWO]

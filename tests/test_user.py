@@ -14,8 +14,8 @@ from forks import STRATEGIES, run_script
 
 DIFF = 334  # lines of `diff tp.py sp_megatron.py`
 BUDGETS = {  # lines; nobody adds without taking something away
-    "tp.py": 1213, "sp_megatron.py": 1230, "sp_ulysses.py": 1138, "pp.py": 1481,
-    "oom_search.py": 900, "sp_layout_sim.py": 834, "labs/break_it.py": 400, "tests/*.py": 6006,
+    "tp.py": 1228, "sp_megatron.py": 1244, "sp_ulysses.py": 1190, "pp.py": 1496,
+    "oom_search.py": 900, "sp_layout_sim.py": 834, "labs/break_it.py": 400, "tests/*.py": 6012,
 }  # fmt: skip
 PRESETS = "tiny, smollm2-135m, llama-3.2-1b, llama-3.2-3b, llama-3.1-8b"
 
