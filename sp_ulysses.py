@@ -443,40 +443,65 @@ def expected_traffic(config, group, args):
 
 
 # Copied from tp.py
-def run_in_tiles(args, inner, x):  # (b, s, h) -> (b, s, h)
-    """Run a block that treats each token by itself on a tile of them at a time.
+class Keep(torch.autograd.Function):
+    """x itself; its node keeps x for the backward, where y.grad_fn.saved_tensors returns it."""
 
-    Each tile is recomputed in the backward. What the block makes on the way, for an MLP several
-    (b, s, intermediate), then exists for one tile only. The narrower a rank's shard of the block,
-    the more tokens a tile has. (Arctic Long Sequence Training, arXiv 2506.13996)
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+# Copied from tp.py
+class InTiles(torch.autograd.Function):
+    """run(x), a tile of `size` tokens at a time; each tile is run again in the backward."""
+
+    @staticmethod
+    def forward(ctx, x, keeper, run, size):
+        ctx.keeper, ctx.run, ctx.size = keeper, run, size
+        out = torch.empty_like(x)
+        for tile, place in zip(x.split(size, 1), out.split(size, 1)):
+            place.copy_(run(tile))
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,), dx = ctx.keeper.saved_tensors, torch.empty_like(grad)
+        for tile, dy, place in zip(*(t.split(ctx.size, 1) for t in (x, grad, dx))):
+            tile = tile.detach().requires_grad_()
+            with torch.enable_grad():
+                out = ctx.run(tile)
+            out.backward(dy)  # the weights' gradients add up
+            place.copy_(tile.grad)
+        return dx, None, None, None
+
+
+# Copied from tp.py
+def in_tiles(args, run, x):  # (b, s, h) -> (b, s, h)
+    """run(x) by tiles of tokens, for what treats each token by itself: a norm, an MLP.
+
+    What it makes on the way, for an MLP several (b, s, intermediate) and what is communicated, then
+    exists for one tile only. (Arctic Long Sequence Training, arXiv 2506.13996.) x is kept before
+    anything runs: when a layer is recomputed, checkpoint() then has all it needs, and stops here.
     """
-    width = max(len(p) for p in inner.__self__.parameters())
-    size = max(1, args.tile * args.config.intermediate_size // width // len(x))
+    size = max(1, args.tile // len(x))
     if x.shape[1] <= size:
-        return inner(x)
-    tiles = [checkpoint(inner, tile, use_reentrant=False) for tile in x.split(size, 1)]
-    return torch.cat(tiles, 1)
+        return run(x)
+    x = Keep.apply(x)
+    return InTiles.apply(x, x.grad_fn, run, size)
 
 
 # Copied from tp.py
-def recompute(args, inner, x, **others):  # (b, s, h) -> (b, s, h)
-    """Keep a layer's input only, and run the layer again in the backward (arXiv 1604.06174).
+def keep_dear(layer):
+    """What selective recomputation (arXiv 2205.05198) keeps: a policy, asked for each operation.
 
-    --recompute offload keeps that input in the host's memory.
+    What q, k, v, gate and up return, and attention's result, are dear to compute. Norms, rotary
+    embedding, silu(gate) * up and what is communicated before them run again: cheap, but large.
     """
-    offload = args.recompute == "offload"
-    with save_on_cpu(pin_memory=args.device.type == "cuda") if offload else nullcontext():
-        return checkpoint(inner, x, use_reentrant=False, **others)
-
-
-# Copied from tp.py
-def recompute_selectively(inner, x, **others):  # (b, s, h) -> (b, s, h)
-    """Keep what is dear to compute, and run the rest again: cheap, but large (arXiv 2205.05198).
-
-    Kept are what q, k, v, gate and up return, attention's result, and the input of either block.
-    Norms, rotary embedding, silu(gate) * up, and what is communicated before them, run again.
-    """
-    layer = inner.__self__
     attention, mlp = layer.self_attn, layer.mlp
     linears = attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj
     weights = {linear.weight.untyped_storage()._cdata for linear in linears}
@@ -488,31 +513,46 @@ def recompute_selectively(inner, x, **others):  # (b, s, h) -> (b, s, h)
         keep = product or "attention" in name or "flash_attn" in name
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
+    return policy
+
+
+# Copied from tp.py
+def recompute(args, inner, x, **others):  # (b, s, h) -> (b, s, h)
+    """Keep a layer's input only, and run the layer again in the backward (arXiv 1604.06174).
+
+    --recompute offload keeps that input in the host's memory; selective keeps the input of either
+    block, and what is dear.
+    """
+    layer = inner.__self__  # HF's LlamaDecoderLayer, whose forward is x + attend, + feed_forward
+
     def attend(x):
-        return attention(hidden_states=layer.input_layernorm(x), **others)[0]
+        return layer.self_attn(hidden_states=in_tiles(args, layer.input_layernorm, x), **others)[0]
 
     def feed_forward(x):
-        return mlp(layer.post_attention_layernorm(x))
+        return layer.mlp(layer.post_attention_layernorm(x))
 
-    for block in (attend, feed_forward):  # as HF's LlamaDecoderLayer
-        contexts = partial(create_selective_checkpoint_contexts, policy)
-        x = x + checkpoint(block, x, use_reentrant=False, context_fn=contexts)
-    return x
+    def both(x):
+        x = x + attend(x)
+        return x + in_tiles(args, feed_forward, x)
+
+    if args.recompute == "selective":
+        contexts = partial(create_selective_checkpoint_contexts, keep_dear(layer))
+        for block in (attend, feed_forward):
+            x = x + checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+        return x
+    offload = args.recompute == "offload"
+    with save_on_cpu(pin_memory=args.device.type == "cuda") if offload else nullcontext():
+        return checkpoint(both, x, use_reentrant=False)
 
 
 # Copied from tp.py
 def make_parallel(model, group, args):
     """This rank's share of model, in place, with the recomputation asked for."""
-    if args.recompute in ("block", "offload"):
-        for layer in model.model.layers:
-            for block in (layer.input_layernorm, layer.post_attention_layernorm, layer.mlp):
-                wrap(block, partial(run_in_tiles, args))
-        wrap(model.model.norm, partial(run_in_tiles, args))
     parallelize(model, group, args)
-    again = recompute_selectively if args.recompute == "selective" else partial(recompute, args)
     if args.recompute != "none":
         for layer in model.model.layers:
-            wrap(layer, again)
+            wrap(layer, partial(recompute, args))
+        wrap(model.model.norm, partial(in_tiles, args))
     return model
 
 
@@ -1056,7 +1096,7 @@ def parse(argv):
     kept += "selective: keep what is dear to compute; none: keep all"
     ways = ["block", "offload", "selective", "none"]
     add("--recompute", choices=ways, default="block", help=kept)
-    tile = "tokens an MLP takes at a time, if recomputed (16384; more if it is sharded)"
+    tile = "tokens of a rank that an MLP takes at a time, if layers are recomputed (16384)"
     add("--tile", type=int, default=16384, help=tile)
     fake = "auto: nccl with a GPU a rank; fake: this is rank $RANK of $WORLD_SIZE, peers are silent"
     add("--backend", choices=["auto", "gloo", "nccl", "fake"], default="auto", help=fake)

@@ -29,6 +29,7 @@ from forks import STRATEGIES as SCRIPTS
 WAIT = ["--timeout", "20"]  # a rank that waits longer for another one ends
 NOT_RUN = {  # what correctness without further options never runs; each has tests of its own
     "expected_traffic": "benchmark mode's formula",
+    "mlp_tiles": "the same",
     "check_shape": "refuses what cannot work",
     "settle": "the same, and fills in defaults",
     "parallelize_dtensor": "--dtensor",
@@ -311,10 +312,11 @@ def main(argv=None):
     add = parser.add_argument
     add("--every", type=int, default=1, metavar="N", help="every Nth mutant only")
     add("--start", type=int, default=0, metavar="N", help="without the first N")
-    add("--only", default="", metavar="TEXT", help="those whose name contains it")
+    add("--only", nargs="+", default=[""], metavar="TEXT", help="those whose name contains one")
     add("--list", action="store_true", help="name them, run none")
     args = parser.parse_args(argv)
-    chosen = [m for script in SCRIPTS for m in mutants(script) if args.only in m.name]
+    every = [mutant for script in SCRIPTS for mutant in mutants(script)]
+    chosen = [m for m in every if any(text in m.name for text in args.only)]
     chosen = chosen[args.start :: args.every]
     if args.list:
         print(*(m.name for m in chosen), sep="\n")

@@ -6,7 +6,6 @@ Every case runs on ranks of its own, forks of one process that has loaded torch:
 import gc
 import json
 import time
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -333,8 +332,8 @@ def test_selective_recomputation_keeps_what_is_dear(ranks, script):
     assert none == selective < block and less < most
 
 
-def test_a_tile_has_more_tokens_the_narrower_a_block_is():
-    """4 of 10 tokens at once, for a block a fourth as wide as the MLP; again in the backward."""
+def test_a_tile_is_run_twice():
+    """4 of 10 tokens at once; in the backward again, but not when its layer is recomputed."""
     script, sizes = load("tp.py"), []
 
     class Linear(script.nn.Linear):
@@ -342,11 +341,14 @@ def test_a_tile_has_more_tokens_the_narrower_a_block_is():
             sizes.append(x.shape[1])
             return super().forward(x)
 
-    block = Linear(6, 3, bias=False)
-    args = SimpleNamespace(tile=2, config=SimpleNamespace(intermediate_size=12))
-    script.wrap(block, partial(script.run_in_tiles, args))
-    block(script.torch.randn(2, 10, 6, requires_grad=True)).sum().backward()
-    assert sizes == [4, 4, 2, 2, 4, 4]
+    args, block = SimpleNamespace(tile=8), Linear(6, 6, bias=False)
+    x = script.torch.randn(2, 10, 6, requires_grad=True)
+
+    def layer(x):
+        return script.in_tiles(args, block, x.sin())
+
+    script.checkpoint(layer, x, use_reentrant=False).sum().backward()
+    assert sizes == [4, 4, 2, 4, 4, 2]
 
 
 @pytest.mark.parametrize("rows,right", [(1, False), (2, True), (3, False)])
