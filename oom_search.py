@@ -603,7 +603,8 @@ def takes(found, world, options):
 def answer(name, world, options, bracket):
     """One strategy on `world` GPUs: a generator of probes (cases), which is sent their results.
 
-    Searches, or tries the lengths of --at. Returns the row of the --json, keeps bracket: [longest known to fit, shortest known not to].
+    Searches, or tries the lengths of --at. Returns the row of the --json; bracket is kept:
+    [longest known to fit, shortest known not to].
     """
     step, tried = 1 if options.at else options.step, {}
     start = 98304 if options.how == "predicted" else 16384  # one of them may run out of memory
@@ -729,7 +730,8 @@ def run_all(options):
                             known[as_key(job.case)] = result
                             append(options.journal, {"case": job.case, "result": result})
                         advance(cell, walk, result)
-                        progress(cell, brackets, seconds, counts, active, waiting, options)
+                        if result["verdict"] != "unusable":  # then one line says why, alone
+                            progress(cell, brackets, seconds, counts, active, waiting, options)
         finally:  # Ctrl-C comes through here too
             for _, job in active.values():
                 end(job)
