@@ -4,9 +4,14 @@
     python oom_search.py --strategy all --nproc 1 2 4 8 --memory-gib 40 --plot limits.png
     python oom_search.py --strategy sp --nproc 2 --lo 14000 --hi 40000 --step 512
     python oom_search.py --strategy tp --nproc 1 2 --loss full      # what the full logits cost
+    python oom_search.py --strategy plain sp --optimizer adamw      # as one trains
+    python oom_search.py --strategy plain --nproc 1 --at 4096 32768    # no search: what these take
 
-A step is a forward and a backward: the scripts' own train_step(), no optimizer. What runs depends
-on what the machine has, and every result says what it was:
+A step is a forward and a backward: the scripts' own train_step(). --optimizer adamw adds PyTorch's
+AdamW, one parameter after another; its state in float32 is on the device, or (adamw-host) in the
+host's memory. "plain" is what people have before they parallelize: Hugging Face's own model,
+checkpointing and loss on one GPU; that loss makes all logits at once, whatever --loss says. What
+runs depends on what the machine has, and every result says what it was:
 
   measured    the real job: --nproc ranks on as many GPUs
   emulated    one GPU: the script's --backend fake, one real rank with silent peers; where ranks
@@ -16,9 +21,10 @@ on what the machine has, and every result says what it was:
               size but no data. Every tensor is counted from its making to its end, as a GPU's
               allocator would.
 
-The peak that decides is the step's, with the model loaded and sharded. Loading comes before it and
-has a peak of its own, the whole model beside its shards, which the report shows apart. A real GPU
-has to bear that too: where it cannot, the report says that loading failed, not a step.
+The peak that decides is the step's, with the model loaded and sharded; the report says when it came
+(before the first gradient is complete, there are none to count). Loading comes before it and has a
+peak of its own, the whole model beside its shards, which the report shows apart. A real GPU has to
+bear that too: where it cannot, the report says that loading failed, not a step.
 
 What a prediction counts: every tensor that PyTorch makes, in blocks of 512 bytes as the CUDA
 allocator does, with the attention kernel that a GPU would run (the report names it), and what
@@ -30,9 +36,6 @@ kernels take for themselves (section 2). What it does not count:
     PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; without it expect some percent less.
   - Scratch memory of other kernels (a GEMM's workspace, a sort in the embedding's backward): some
     MiB. Nor cuDNN's attention, which PyTorch may take on an H100: flash attention's is counted.
-
-MemTracker, PyTorch's own, refuses a module that is called twice (as chunks and tiles are), cannot
-tell logits or communication from the rest, and needs FakeTensorMode, three times slower than meta.
 """
 
 import argparse
@@ -50,7 +53,7 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,6 +62,7 @@ import torch
 import torch.distributed._tools.fake_collectives  # collectives of meta tensors: nothing moves
 import torch.nn.functional as F
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 HERE = Path(__file__).resolve().parent
@@ -68,7 +72,7 @@ OUTSIDE = 1.0  # GiB that the allocator never has: CUDA's context, cuBLAS, NCCL;
 # GPUs: GiB, as torch.cuda.get_device_properties() has them; compute capability
 GPUS = {"t4": (14.6, 7.5), "rtx4090": (23.5, 8.9), "a100-40": (39.4, 8.0)}
 GPUS |= {"a100-80": (79.2, 8.0), "h100": (79.1, 9.0), "h200": (139.8, 9.0)}
-PARTS = ["weights", "gradients", "saved activations", "working set", "logits"]
+PARTS = ["weights", "gradients", "optimizer state", "saved activations", "working set", "logits"]
 PARTS += ["communication buffers", "inside kernels"]
 # What the scripts import: a forked probe then has it
 PRELOAD = ["torch.distributed.tensor.parallel", "torch.testing._internal.distributed.fake_pg"]
@@ -79,10 +83,13 @@ STRATEGIES = {  # the script, and the options that make it this strategy
     "sp_megatron": ("sp_megatron.py",),
     "sp_ulysses": ("sp_ulysses.py",),
     "pp": ("pp.py",),
+    "plain": ("tp.py",),  # only its command line, model and batch: as_plain()
 }
 ALIASES = {"sp": "sp_megatron", "ulysses": "sp_ulysses"}
 COMMON = ("model", "batch", "dtype", "attn", "loss", "recompute", "tile")  # every script has them
-OWN = {"pp": ("schedule", "microbatches")}
+OWN = {"pp": ("schedule", "microbatches"), "sp_ulysses": ("shard_weights",)}
+TILE = 16384
+NOTHING = {"ranks": [], "peak_memory_bytes": [], "peak_moment": None, "breakdown": {}}
 as_key = partial(json.dumps, sort_keys=True)  # a case, as a key of what is known
 gpu_count, gpu_name = torch.cuda.device_count, torch.cuda.get_device_name  # all GPUs are the same
 
@@ -96,12 +103,13 @@ class Unusable(Exception):
 # --------------------------------------------------------------------------------------------------
 
 
-class Tracker(torch.utils._python_dispatch.TorchDispatchMode):
+class Tracker(TorchDispatchMode):
     """Counts the live bytes of all tensors made inside it on one kind of device, and sorts them.
 
     A block is the storage of a tensor: {bytes, backward: made in the backward, kept: made in the
     forward and alive when a backward began, logits: its rows are as long as (a rank's shard of) the
-    vocabulary, communication: a collective read or wrote it}. `blocks` are those alive at the peak.
+    vocabulary, communication: a collective read or wrote it}. `blocks` are those alive at the peak,
+    `moment` is when it came: "forward", "backward" or "optimizer step".
     """
 
     def __init__(self, device, vocabulary, others):
@@ -109,11 +117,12 @@ class Tracker(torch.utils._python_dispatch.TorchDispatchMode):
         self.device, self.now, self.peak, self.live, self.blocks = device, 0, 0, {}, []
         self.vocabulary = vocabulary - others  # not those that by chance are another tensor's too
         self.in_backward = self.at_peak = False
+        self.outside = self.moment = "forward"  # outside: what runs when no backward does
         self.shapes = {}  # what a pointwise operation returns: shape, strides, dtype, device
 
     def restart(self):
         """Begin a new peak with what is alive now; returns the old one, in bytes."""
-        old, self.peak, self.at_peak = self.peak, self.now, True
+        old, self.peak, self.at_peak, self.moment = self.peak, self.now, True, self.outside
         return old
 
     def add(self, key, size, logits=False):
@@ -123,6 +132,7 @@ class Tracker(torch.utils._python_dispatch.TorchDispatchMode):
         self.now += size
         if self.now > self.peak:
             self.peak, self.at_peak = self.now, True
+            self.moment = "backward" if self.in_backward else self.outside
 
     def remove(self, key):
         if self.at_peak:  # the first to go after a new peak: until now everything was there
@@ -183,22 +193,21 @@ class Tracker(torch.utils._python_dispatch.TorchDispatchMode):
             if isinstance(x, torch.Tensor) and not fake and x.device.type == self.device:
                 yield x
 
-    def breakdown(self, model):
+    def breakdown(self, model, optimizers):
         """Bytes of each of PARTS at the peak. model: after the step, with its gradients."""
-
-        def blocks(tensors):
-            tensors = [getattr(t, "_local_tensor", t) for t in tensors if t is not None]
-            return {id(self.live.get(t.untyped_storage()._cdata)) for t in tensors}
-
-        weights = blocks([*model.parameters(), *model.buffers()])
-        gradients = blocks(p.grad for p in model.parameters())
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        states = [x for _, adamw in optimizers for x in (*adamw.state, *tree_leaves(adamw.state))]
+        lasting = [("optimizer state", states), ("gradients", gradients)]
+        lasting += [("weights", [*model.parameters(), *model.buffers()])]  # also if AdamW's master
+        owners = {}
+        for owner, tensors in lasting:
+            for tensor in map(local, tensors):
+                owners[id(self.live.get(tensor.untyped_storage()._cdata))] = owner
         parts = dict.fromkeys(PARTS, 0)
         for block in self.blocks if not self.at_peak else self.live.values():
             owner = "working set"
-            if id(block) in weights:
-                owner = "weights"
-            elif id(block) in gradients:
-                owner = "gradients"
+            if id(block) in owners:
+                owner = owners[id(block)]
             elif block.logits:
                 owner = "logits"
             elif block.kept and not block.backward:
@@ -207,6 +216,11 @@ class Tracker(torch.utils._python_dispatch.TorchDispatchMode):
                 owner = "communication buffers"
             parts[owner] += block.bytes
         return parts
+
+
+def local(tensor):
+    """What this rank has of a tensor: a DTensor's shard; all of any other."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def host_memory(pin_memory):
@@ -226,6 +240,57 @@ def on_meta(script, args, attend):
     # Positions that start anew would be several texts in one: HF looks at the values, ours never do
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     F.scaled_dot_product_attention = attend
+
+
+def as_plain(script, args, group):
+    """Have tp.py run Hugging Face's own model, with its own checkpointing and loss."""
+    if group.size() > 1:
+        raise Unusable("plain runs on one GPU: --nproc 1 would do")
+    if args.recompute not in ("block", "none") or args.tile != TILE:
+        raise Unusable("plain can --recompute block and none, and has no tiles: without --tile")
+
+    def make_parallel(model, group, args):
+        if args.recompute == "block":
+            model.gradient_checkpointing_enable()
+        return model
+
+    def train_step(model, ids, labels, group, args):
+        model(input_ids=ids, labels=labels).loss.backward()
+
+    script.make_parallel, script.train_step = make_parallel, train_step
+
+
+def make_adamw(model, host):
+    """The optimizer of a run in its steady state: [(parameter, its own AdamW)].
+
+    One for each parameter (of a DTensor this rank's shard), stepped one after another: a step takes
+    a gradient and two more of one parameter for itself, not of the model. The state is master
+    weight, exp_avg and exp_avg_sq, in float32: 12 bytes a number. A weight of float32 or float64 is
+    its own master. host: all of it is in the host's memory.
+    """
+    optimizers = []
+    for parameter in model.parameters():  # tied weights: once
+        weight = local(parameter).detach()
+        device = "cpu" if host and weight.device.type != "meta" else weight.device
+        master = weight.to(device).to(torch.promote_types(weight.dtype, torch.float32))
+        adamw = torch.optim.AdamW([master], foreach=False)
+        master.grad = torch.zeros_like(master)  # a first step makes exp_avg and exp_avg_sq
+        adamw.step()
+        master.grad = None
+        optimizers.append((parameter, adamw))
+    return optimizers
+
+
+def optimizer_step(optimizers):
+    """Gradients go to where the state is, one by one; new weights come back."""
+    for parameter, adamw in optimizers:
+        if parameter.grad is not None:
+            [master] = adamw.state
+            gradient = local(parameter.grad).to(master.device)  # in two: a host converts it itself
+            master.grad = gradient.to(master.dtype)
+            adamw.step()
+            master.grad = None
+            local(parameter).detach().copy_(master)
 
 
 def sizes_of(args, world):
@@ -254,15 +319,25 @@ def run_step(case):
             total = torch.cuda.get_device_properties(args.device).total_memory
             share = min(1.0, case["memory_bytes"] / total)
             torch.cuda.set_per_process_memory_fraction(share, args.device)
+        if case["plain"]:
+            as_plain(script, args, group)
+        host = case["optimizer"] == "adamw-host"
+        # A prediction's host is meta, too: what it does is not counted
+        there = _disable_current_modes if host and case["how"] == "predicted" else nullcontext
         tracker = Tracker(args.device.type, *sizes_of(args, group.size()))
         with tracker, script.float64_islands(args.dtype):
             model = script.make_parallel(script.load_model(args), group, args)
+            with there():
+                optimizers = make_adamw(model, host) if case["optimizer"] != "none" else []
             loading = tracker.restart()
             if cuda:
                 loading = torch.cuda.max_memory_allocated()
                 torch.cuda.reset_peak_memory_stats()
             ids, labels = script.proof_batch(args, group)
             script.train_step(model, ids, labels, group, args)
+            tracker.outside = "optimizer step"
+            with there():
+                optimizer_step(optimizers)
         if cuda:
             torch.cuda.synchronize()
     except (script.Unusable, Unusable) as problem:
@@ -275,9 +350,9 @@ def run_step(case):
     if args.attention == "eager" and case["how"] == "predicted":
         kernels = {"eager, as --attn asks: it makes the s x s matrix"}
     peak = torch.cuda.max_memory_allocated() if cuda else tracker.peak
-    parts = tracker.breakdown(model) | {PARTS[-1]: peak - tracker.peak}
-    found = {"verdict": "ran", "peak": peak, "breakdown": parts, "loading_peak": loading}
-    return found | {"attention": "; ".join(sorted(kernels))}
+    parts = tracker.breakdown(model, optimizers) | {PARTS[-1]: peak - tracker.peak}
+    found = {"verdict": "ran", "peak": peak, "breakdown": parts, "loading_peak_bytes": loading}
+    return found | {"peak_moment": tracker.moment, "attention": "; ".join(sorted(kernels))}
 
 
 def probe(case, rank, folder):
@@ -427,9 +502,8 @@ def launch(case, folder, timeout):
     # A fork has torch loaded already; but CUDA does not survive one
     context = multiprocessing.get_context("fork" if case["how"] == "predicted" else "spawn")
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    job = SimpleNamespace(
-        case=case, folder=folder, begin=time.time(), timeout=timeout, processes={}
-    )
+    job = SimpleNamespace(case=case, folder=folder, timeout=timeout, processes={})
+    job.begin = time.time()
     for rank in ranks:
         process = context.Process(target=probe, args=(case, rank, folder), daemon=True)
         process.start()
@@ -509,58 +583,67 @@ def ranks_to_try(name, world):
     return sorted({0, world // 2, world - 1}) if name == "pp" else [0]
 
 
-def limit(name, world, options, bracket):
-    """Search for one strategy on `world` GPUs: a generator of probes (cases), sent their results.
+def takes(found, world, options):
+    """What a length takes, by the rank that needs most; found: {rank: result of its probe}."""
+    out = next((result for result in found.values() if result["verdict"] == "oom"), None)
+    if out:
+        when = "while loading model and optimizer, before any" if out["loading"] else "in the"
+        return NOTHING | {"fits": False, "note": f"out of memory {when} step: {out['why']}"}
+    worst = max(found.values(), key=lambda r: r["peak"])
+    fits = worst["peak"] <= options.memory_bytes
+    keys = ("peak_moment", "breakdown", "loading_peak_bytes", "attention")
+    row = {"fits": fits} | {key: worst[key] for key in keys}
+    row["ranks"] = list(range(world)) if options.how == "measured" else list(found)
+    row["peak_memory_bytes"] = [peak for result in found.values() for peak in result["peaks"]]
+    if fits and worst["loading_peak_bytes"] > options.memory_bytes:
+        row["note"] = "loading, the whole model at once, takes more than there is"
+    return row
 
-    Returns the row of the --json, keeps bracket: [longest known to fit, shortest known not to].
+
+def answer(name, world, options, bracket):
+    """One strategy on `world` GPUs: a generator of probes (cases), which is sent their results.
+
+    Searches, or tries the lengths of --at. Returns the row of the --json; bracket is kept:
+    [longest known to fit, shortest known not to].
     """
-    step, measured = options.step, options.how == "measured"
+    step, tried = 1 if options.at else options.step, {}
     start = 98304 if options.how == "predicted" else 16384  # one of them may run out of memory
     first = max(1, (options.lo or start * world) // step)
     second = options.hi and max(first + 1, options.hi // step)
-    walk, tried = search(options.memory_bytes, first, second), {}
-    row = {"strategy": name, "nproc": world, "how": options.how, "step": step}
-    nothing = {"longest": 0, "peak_memory_bytes": [], "ranks": [], "breakdown": {}}
+    walk = search(options.memory_bytes, first, second)
+    if options.at:
+        walk = (length for length in options.at)  # whatever is sent
+    row = {"strategy": name, "nproc": world, "how": options.how, "step": step, "verdict": "found"}
+    row["loss"] = options.loss if name != "plain" else "full"
     k = next(walk)
     while True:
         found, peaks = {}, {}
-        for rank in [0] if measured else ranks_to_try(name, world):
-            result = yield make_case(name, world, rank, k * step, options)
+        for rank in [0] if options.how == "measured" else ranks_to_try(name, world):
+            found[rank] = result = yield make_case(name, world, rank, k * step, options)
             if result["verdict"] in ("error", "unusable"):
                 why = {"error": result["why"], "log": result.get("log", [])}
                 return row | {"longest": None, "verdict": result["verdict"]} | why
-            if result.get("loading"):  # no matter how long the sequence is
-                note = f"out of memory while loading the model, before any step: {result['why']}"
-                return row | nothing | {"too_long": k * step, "verdict": "found", "note": note}
-            found[rank] = result
             fits = result["verdict"] == "ran" and result["peak"] <= options.memory_bytes
-            if not fits:
+            if result["verdict"] == "oom" or not (fits or options.at):  # a search knows enough
                 break
-        if all(result["verdict"] == "ran" for result in found.values()):
-            worst = max(found.values(), key=lambda r: r["peak"])
-            peaks = {0: worst["breakdown"]["weights"], k: worst["peak"]}
-            row["attention"] = worst["attention"]
-        bracket[0 if fits else 1] = k * step
-        tried[k] = found
+        tried[k] = entry = takes(found, world, options)
+        bracket[0 if entry["fits"] else 1] = k * step
+        if result.get("loading") and not options.at:  # no matter how long the sequence is
+            return row | {"longest": 0, "too_long": k * step} | entry
+        if parts := entry["breakdown"]:
+            peaks[k] = max(entry["peak_memory_bytes"])
+            # The optimizer's step takes as much, however short the sequence is
+            flat = entry["peak_moment"] == "optimizer step"
+            peaks[0] = peaks[k] if flat else parts["weights"] + parts["optimizer state"]
         try:
-            k = walk.send((fits, peaks))
+            k = walk.send((entry["fits"], peaks))
         except StopIteration as stop:
             longest = stop.value
             break
-    row |= {"verdict": "found", "too_long": bracket[1]}
-    if longest == 0:
-        return row | nothing
-    found = tried[longest]
-    worst = max(found.values(), key=lambda r: r["peak"])
-    if worst["loading_peak"] > options.memory_bytes:
-        row["note"] = "loading, the whole model at once, takes more than there is"
-    return row | {
-        "longest": longest * step,
-        "ranks": list(range(world)) if measured else list(found),
-        "peak_memory_bytes": worst["peaks"] if measured else [r["peak"] for r in found.values()],
-        "breakdown": worst["breakdown"],
-        "loading_peak_bytes": worst["loading_peak"],
-    }
+    if options.at:
+        return row | {"at": [{"length": length} | entry for length, entry in tried.items()]}
+    entry = tried.get(longest, NOTHING | {"attention": entry.get("attention")})
+    return row | {"longest": longest * step, "too_long": bracket[1]} | entry
 
 
 def make_case(name, world, rank, length, options):
@@ -568,21 +651,16 @@ def make_case(name, world, rank, length, options):
     script, *argv = STRATEGIES[name]
     argv += ["--mode", "benchmark", "--length", str(length)]
     for option in COMMON + OWN.get(name, ()):
-        value = getattr(options, option)
-        argv += [] if value is None else [f"--{option.replace('_', '-')}", str(value)]
+        value, flag = getattr(options, option), f"--{option.replace('_', '-')}"
+        argv += [] if value in (None, False) else [flag] if value is True else [flag, str(value)]
     if options.how != "measured":
         argv += ["--backend", "fake"]
     files = [HERE / script, Path(__file__), Path(options.model) / "config.json"]
     contents = b"".join(file.read_bytes() for file in files if file.is_file())
-    case = {
-        "how": options.how,
-        "script": script,
-        "argv": argv,
-        "world": world,
-        "rank": rank,
-        "sha256": hashlib.sha256(contents).hexdigest(),
-        "versions": [torch.__version__, transformers.__version__],
-    }
+    case = {"how": options.how, "script": script, "argv": argv, "world": world, "rank": rank}
+    case |= {"plain": name == "plain", "optimizer": options.optimizer}
+    case |= {"sha256": hashlib.sha256(contents).hexdigest()}
+    case |= {"versions": [torch.__version__, transformers.__version__]}
     if options.how == "predicted":  # a peak serves any budget
         return case | {"capability": options.capability}
     return case | {"gpu": gpu_name(), "memory_bytes": options.memory_bytes}
@@ -615,12 +693,9 @@ def append(path, entry):
 
 
 def run_all(options):
-    """Search every strategy on every number of GPUs; returns the rows in the order asked for.
-
-    An error stops its strategy: sizes of it that have not begun are not tried.
-    """
+    """Search every strategy on every number of GPUs; returns the rows in the order asked for."""
     cells = [(name, world) for name in options.strategies for world in options.nproc]
-    waiting, active, rows, seconds, counts, broken = list(cells), {}, {}, [], Counter(), set()
+    waiting, active, rows, seconds, counts = list(cells), {}, {}, [], Counter()
     brackets = {cell: [0, None] for cell in cells}
     known = {} if options.fresh else read_journal(options.journal)
     if options.how == "predicted":
@@ -635,8 +710,6 @@ def run_all(options):
                 case = walk.send(known[as_key(case)])
         except StopIteration as stop:
             rows[cell] = stop.value
-            if stop.value["verdict"] == "error":
-                broken.add(cell[0])
         else:
             active[cell] = walk, launch(case, tempfile.mkdtemp(dir=folder), options.timeout)
 
@@ -644,13 +717,8 @@ def run_all(options):
         try:
             while waiting or active:
                 while waiting and len(active) < options.jobs:
-                    cell = name, world = waiting.pop(0)
-                    if name in broken:
-                        why = {"verdict": "not tried", "error": f"not tried after {name}'s error"}
-                        row = {"strategy": name, "nproc": world, "longest": None, "log": []}
-                        rows[cell] = row | why
-                    else:
-                        advance(cell, limit(name, world, options, brackets[cell]))
+                    cell = waiting.pop(0)
+                    advance(cell, answer(*cell, options, brackets[cell]))
                 time.sleep(0.02)
                 for cell, (walk, job) in list(active.items()):
                     result = results(job)
@@ -662,7 +730,8 @@ def run_all(options):
                             known[as_key(job.case)] = result
                             append(options.journal, {"case": job.case, "result": result})
                         advance(cell, walk, result)
-                        progress(cell, brackets, seconds, counts, active, waiting, options.jobs)
+                        if result["verdict"] != "unusable":  # then one line says why, alone
+                            progress(cell, brackets, seconds, counts, active, waiting, options)
         finally:  # Ctrl-C comes through here too
             for _, job in active.values():
                 end(job)
@@ -679,12 +748,12 @@ def label(row):
     return f"{row['strategy']} on {count(row['nproc'])}"
 
 
-def progress(cell, brackets, seconds, counts, active, waiting, jobs):
+def progress(cell, brackets, seconds, counts, active, waiting, options):
     """One line: what is known of a search, and for about how long all of them will go on."""
     done = [counts[c] for c in counts if c not in active]
-    usual = sum(done) / len(done) if done else 6  # probes a search takes
+    usual = sum(done) / len(done) if done else len(options.at) or 6  # probes a search takes
     left = sum(max(1, usual - counts[c]) for c in active) + usual * len(waiting)
-    minutes = left * sum(seconds) / len(seconds) / jobs / 60
+    minutes = left * sum(seconds) / len(seconds) / options.jobs / 60
     low, high = brackets[cell]
     bounds = f"{low:,} fits" + (f", {high:,} does not" if high else "")
     spent = f"{sum(counts.values())} tried, about {minutes:.1f} min left"
@@ -704,16 +773,15 @@ def say_table(*rows):
     print("", *("  " + "   ".join(columns).format(*row) for row in rows), sep="\n")
 
 
-def report(rows, options):
-    """The tables; returns whether every search came to an answer."""
-    what = f"{options.model}, {options.dtype}, batch {options.batch}, --loss {options.loss}"
-    print(f"\nlongest sequence in tokens, {options.how}: {what}, {options.where}")
-    kernels = {}
-    for row in rows:
-        if row.get("attention"):
-            kernels.setdefault(row["attention"], []).append(label(row))
-    for kernel, users in kernels.items():
-        print(f"attention{' of ' + ', '.join(users) if len(kernels) > 1 else ''}: {kernel}")
+def answers(rows):
+    """(label, tokens, what they take), of each limit that was found, or of all of --at."""
+    found = [(label(row), entry) for row in rows for entry in row.get("at", [row])]
+    found = [(name, entry.get("length") or entry.get("longest"), entry) for name, entry in found]
+    return [answer for answer in found if answer[1]]
+
+
+def say_limits(rows, options):
+    """Strategies by number of ranks."""
     found = {(row["strategy"], row["nproc"]): row for row in rows}
     lines = [["strategy", *map(count, options.nproc)]]
     for name in options.strategies:
@@ -724,44 +792,79 @@ def report(rows, options):
             cells.append(cell + (f" x{longest / one:.2f}" if one and longest and world > 1 else ""))
         lines.append(cells)
     say_table(*lines)
-    full = [row for row in rows if row["longest"]]
-    if full:
-        parts = [part for part in PARTS if any(row["breakdown"][part] for row in full)]
-        lines = [["GiB at the limit", *parts, "peak", "(loading)"]]
-        for row in full:
-            sizes = [row["breakdown"][part] for part in parts]
-            sizes += [max(row["peak_memory_bytes"]), row["loading_peak_bytes"]]
-            lines.append([label(row), *(f"{size / GIB:.2f}" for size in sizes)])
-        say_table(*lines)
+
+
+def say_parts(rows, options):
+    """What fills the memory at each length."""
+    found = answers(rows)
+    parts = [part for part in PARTS if any(x["breakdown"].get(part) for *_, x in found)]
+    lines = [["GiB", "tokens", *parts, "peak", "(loading)", "peak in", "fits"]]
+    for name, tokens, entry in found:
+        cells = ["-"] * (len(parts) + 2) + ["out of memory"]
+        if entry["breakdown"]:
+            sizes = [entry["breakdown"][part] for part in parts]
+            sizes += [max(entry["peak_memory_bytes"]), entry["loading_peak_bytes"]]
+            cells = [*(f"{size / GIB:.2f}" for size in sizes), entry["peak_moment"]]
+        lines.append([name, f"{tokens:,}", *cells, "yes" if entry["fits"] else "no"])
+    if found:
+        say_table(*(line if options.at else line[:-1] for line in lines))
         print("  peak: the step's; (loading): the one before, of the whole model beside its shards")
-    failed = [row for row in rows if row["longest"] is None]
+        print("  gradients: those that were complete at the peak; 0.00: it came before them")
+
+
+def report(rows, options):
+    """The tables; returns whether every search came to an answer."""
+    what = f"{options.model}, {options.dtype}, batch {options.batch}, --loss {options.loss}, "
+    what += f"--optimizer {options.optimizer}, {options.where}"
+    asked = "peak memory of a step" if options.at else "longest sequence in tokens"
+    print(f"\n{asked}, {options.how}: {what}")
+    if "plain" in options.strategies:
+        print("plain: Hugging Face's own model and loss, all logits at once whatever --loss says")
+    kernels = {}
     for row in rows:
-        if why := row.get("error") or row.get("note"):
-            log = [f"    {line}" for line in row.get("log", [])]
-            print(f"\n  {label(row)}: {why}", *log, sep="\n")
+        for kernel in {entry.get("attention") for entry in row.get("at", [row])} - {None}:
+            kernels.setdefault(kernel, []).append(label(row))
+    for kernel, users in kernels.items():
+        print(f"attention{' of ' + ', '.join(users) if len(kernels) > 1 else ''}: {kernel}")
+    if not options.at:
+        say_limits(rows, options)
+    say_parts(rows, options)
+    for row in rows:
+        for entry in (row, *row.get("at", [])):
+            if why := entry.get("error") or entry.get("note"):
+                where = f", {entry['length']:,} tokens" if "length" in entry else ""
+                log = [f"    {line}" for line in entry.get("log", [])]
+                print(f"\n  {label(row)}{where}: {why}", *log, sep="\n")
+    failed = [row for row in rows if row["verdict"] != "found"]
     wrong = [row for row in failed if row["verdict"] == "error"]
     if wrong:
         print(f"\nFAIL oom_search: {label(wrong[0])}: {wrong[0]['error']}")
         return False
-    tried = f"each length was tried and fits, {options.step} tokens more were tried and do not"
-    print(f"\nPASS oom_search: {len(rows) - len(failed)} of {len(rows)} limits found: {tried}")
+    searched = f"each length was tried and fits, {options.step} tokens more were tried and do not"
+    told = f"{len(rows) - len(failed)} of {len(rows)} limits found: {searched}"
+    if options.at:
+        fit = [entry["fits"] for *_, entry in answers(rows)]
+        told = f"{sum(fit)} of the {len(fit)} steps that were tried fit, {options.where}"
+    print(f"\nPASS oom_search: {told}")
     return True
 
 
 def draw(rows, options, path):
-    """The picture of --plot: lengths as bars, and what fills the memory at the limit."""
+    """The picture of --plot: lengths as bars, and what fills the memory there."""
     from matplotlib.figure import Figure
 
-    colours = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442"]
-    rows = [row for row in rows if row["longest"]]
-    names, tokens = list(map(label, rows)), [row["longest"] for row in rows]
-    figure = Figure(figsize=(13, 2.2 + 0.32 * max(len(rows), 6)), layout="constrained")
+    colours = ["#0072B2", "#E69F00", "#999999", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"]
+    found = [answer for answer in answers(rows) if answer[-1]["breakdown"]]
+    names = [f"{name}, {n:,} tokens" if options.at else name for name, n, _ in found]
+    tokens = [n for _, n, _ in found]
+    figure = Figure(figsize=(13, 2.2 + 0.32 * max(len(found), 6)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     left.bar_label(left.barh(names, tokens), [f"{n:,}" for n in tokens], padding=3)
-    begin, room = [0.0] * len(rows), 1.25 * max(tokens, default=1)  # for the bars' labels
-    left.set(title=f"longest sequence in tokens, {options.how}", xticks=[], xlim=(0, room))
-    for part, colour in zip(PARTS, colours):
-        sizes = [row["breakdown"][part] / GIB for row in rows]
+    begin, room = [0.0] * len(found), 1.25 * max(tokens, default=1)  # for the bars' labels
+    title = "tokens in the sequence" if options.at else "longest sequence in tokens"
+    left.set(title=f"{title}, {options.how}", xticks=[], xlim=(0, room))
+    for part, colour in zip(PARTS, [*colours, "#F0E442"]):
+        sizes = [entry["breakdown"][part] / GIB for *_, entry in found]
         if any(sizes):
             right.barh(names, sizes, left=begin, color=colour, label=part)
         begin = [a + b for a, b in zip(begin, sizes)]
@@ -800,9 +903,10 @@ def parse(argv):
     scripts = [name for name, (script, *_) in STRATEGIES.items() if (HERE / script).exists()]
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add, number = parser.add_argument, partial(positive, kind=float)
-    names = [*scripts, *ALIASES, "all"]
-    add("--strategy", nargs="+", choices=names, default=["all"], help="all: all but tp_dtensor")
+    names, four = [*scripts, *ALIASES, "all"], "all: the four scripts; plain: Hugging Face's model"
+    add("--strategy", nargs="+", choices=names, default=["all"], help=four)
     add("--nproc", nargs="+", type=positive, default=[1, 2], metavar="N", help="ranks (1 2)")
+    add("--at", nargs="+", type=positive, default=[], metavar="N", help="no search, these lengths")
     add("--lo", type=positive, help="try this length first; found by itself")
     add("--hi", type=positive, help="and then this one; found by itself")
     add("--step", type=positive, default=512, help="lengths are multiples of it (512)")
@@ -812,9 +916,13 @@ def parse(argv):
     add("--attn", choices=["auto", "sdpa", "eager", "flash"], default="auto", help="auto: sdpa")
     add("--loss", choices=["chunked", "full"], default="chunked", help="full: all logits at once")
     again = "block: activation recomputation, keep layers' inputs only; "
-    again += "offload: keep those in the host's memory; none"
-    add("--recompute", choices=["block", "offload", "none"], default="block", help=again)
-    add("--tile", type=positive, default=16384, help="tokens an MLP takes at a time (16384)")
+    again += "selective: and what is slow to recompute; offload: inputs, in the host's memory; none"
+    kinds = ["block", "selective", "offload", "none"]
+    add("--recompute", choices=kinds, default="block", help=again)
+    add("--tile", type=positive, default=TILE, help=f"tokens an MLP takes at a time ({TILE})")
+    adam, where = ["adamw", "adamw-host"], "its step, too; -host: state in the host's memory"
+    add("--optimizer", choices=["none", *adam], default="none", help=where)
+    add("--shard-weights", action="store_true", help="sp_ulysses only")
     add("--schedule", help="pp only")
     add("--microbatches", type=positive, help="pp only")
     ways = ["auto", "measured", "emulated", "predicted"]
@@ -828,11 +936,14 @@ def parse(argv):
     add("--json", metavar="FILE", help="write the results")
     add("--plot", metavar="FILE", help="draw them")
     options = parser.parse_args(argv)
-    plain = [name for name in scripts if name != "tp_dtensor"]  # the same plan as tp
+    four = [name for name in scripts if name not in ("tp_dtensor", "plain")]
     asked = [ALIASES.get(name, name) for name in options.strategy]
-    asked = [name for a in asked for name in (plain if a == "all" else [a])]
+    asked = [name for a in asked for name in (four if a == "all" else [a])]
     options.strategies = list(dict.fromkeys(asked))
     options.nproc = list(dict.fromkeys(options.nproc))
+    options.at = list(dict.fromkeys(options.at))
+    if options.at and (options.lo or options.hi):
+        raise Unusable("--at searches nothing: without --lo and --hi it would do")
     if options.lo and options.hi and options.lo >= options.hi:
         raise Unusable(f"--lo {options.lo} is not below --hi {options.hi}")
     for path in filter(None, (options.json, options.plot, options.journal)):
@@ -880,7 +991,7 @@ def main(argv=None):
         if all(row["verdict"] == "unusable" for row in rows):
             raise Unusable(rows[0]["error"])
         answered = report(rows, options)
-        keys = ("model", "dtype", "batch", "loss", "recompute", "memory_bytes", "step")
+        keys = ("model", "dtype", "batch", "loss", "recompute", "optimizer", "memory_bytes", "step")
         out = {key: getattr(options, key) for key in keys} | {"results": rows}
         if options.json:
             text = json.dumps(out, indent=1) + "\n"

@@ -17,6 +17,8 @@ from conftest import ENVIRONMENT, ROOT, python
 sys.path.insert(0, str(ROOT))
 import oom_search  # noqa: E402
 
+HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
+
 # A strategy script with a memory wall in place of a model: PLAN says what a token takes, and what
 # goes wrong.
 FAKE = """
@@ -145,9 +147,7 @@ STAIRS = lambda k: 1000 + k // 64 * 7000 + k % 64  # noqa: E731
 def test_search_finds_any_wall(wall, memory, seen):
     answer, tries = climb(wall, memory, seen=seen)
     assert answer == wall
-    assert set(tries) >= {wall + 1} | ({wall} if wall else set()), (
-        "both sides of the answer were tried"
-    )
+    assert {wall, wall + 1} - {0} <= set(tries), "both sides of the answer were tried"
     assert len(tries) == len(set(tries)), "nothing was tried twice"
     assert len(tries) <= 40
     if memory is LINE and seen and wall > 9:
@@ -177,25 +177,18 @@ def test_table_ranks_that_differ_and_what_the_journal_saves(folder):
         assert (row["longest"], row["too_long"], row["how"]) == (5104, 5120, "predicted"), cell
     assert found["pp", 4]["longest"] == 2544, "the last stage needs twice as much, and decides"
     assert found["pp", 4]["ranks"] == [0, 2, 3] and len(found["pp", 4]["peak_memory_bytes"]) == 3
-    assert found["sp_megatron", 2]["longest"] is None
     assert "these rank counts would do: 1" in found["sp_megatron", 2]["error"]
-    assert "unusable" in done.stdout
     assert re.search(r"strategy +1 rank +2 ranks +4 ranks\n", done.stdout)
-    assert re.search(r"tp +5,104 +5,104 x1.00", done.stdout)
-    assert re.search(
-        r"tp on 1 rank: 5,104 fits, 5,120 does not \| \d+ tried, about .* left", done.stderr
-    )
+    assert re.search(r"tp +5,104 +5,104 x1.00", done.stdout) and "unusable" in done.stdout
+    said = r"tp on 1 rank: 5,104 fits, 5,120 does not \| \d+ tried, about .* left"
+    assert re.search(said, done.stderr)
     for row in found.values():
         if row["longest"]:
-            assert (
-                sum(row["breakdown"].values())
-                == max(row["peak_memory_bytes"])
-                <= out["memory_bytes"]
-            )
+            peak = max(row["peak_memory_bytes"])
+            assert sum(row["breakdown"].values()) == peak <= out["memory_bytes"]
 
     first = len(journal(folder))
-    asked_again = 2  # sp on 2 ranks, in both searches: what is refused is no result
-    assert done.stderr.count(" tried, about") == first + asked_again, "what is known stays known"
+    assert done.stderr.count(" tried, about") == first, "what is known stays known"
     assert again == out
     other = ["--memory-gib", "5", "--strategy", "tp", "--dtype", "float32", "--nproc", "1"]
     run(folder, (0, other))
@@ -214,12 +207,12 @@ def test_an_error_is_not_out_of_memory(folder):
     late = ["--strategy", "ulysses", "--nproc", "1", "--timeout", "1.5"]
     done, (out, timeout) = run(folder, (0, crash), (0, late))
     assert done.stdout.count("exit 1") == 2
-    one, two, sp, _ = out["results"]
+    one, _, sp, _ = out["results"]
     assert one["longest"] is None and "ended without a result" in one["error"]
     assert any("ValueError: not a matter of memory" in line for line in one["log"])
     assert "ValueError: not a matter of memory" in done.stdout
-    assert two["verdict"] == "not tried" and sp["longest"] == 5104, "it stops its own strategy only"
-    assert lengths(folder) == [1024], "what had an error is tried again the next time"
+    assert sp["longest"] == 5104, "it stops its own search only"
+    assert lengths(folder) == [1024, 1024], "what had an error is tried again the next time"
     assert "FAIL oom_search: tp on 1 rank: its process ended without a result" in done.stdout
 
     assert "no result after 1.5 s" in timeout["results"][0]["error"], "a timeout is an error, too"
@@ -293,8 +286,65 @@ def test_the_peak_is_the_steps_not_that_of_loading(folder):
     assert "tp on 1 rank: loading, the whole model at once, takes more than there is" in done.stdout
     row = real["results"][0]
     assert (row["longest"], row["how"]) == (0, "measured")
-    assert "sp_megatron on 1 rank: out of memory while loading the model, before any" in done.stdout
+    assert "sp_megatron on 1 rank: out of memory while loading model and opt" in done.stdout
     assert len(lengths(folder, "sp_megatron.py")) == 1, "a shorter sequence would not help"
+
+
+def test_at_says_what_lengths_take_and_searches_nothing(folder):
+    fake(folder, tp={"oom_above": [900]}, pp={"mib": [1, 1, 1, 2]})
+    asked = ["--memory-gib", "3", "--plot", "at.png", "--strategy"]
+    stages = (0, [*asked, "pp", "--nproc", "4", "--at", "2048", "512"])
+    alone = (1, [*asked, "tp", "--nproc", "1", "--how", "emulated", "--at", "1024"])
+    done, (out, _, real) = run(folder, stages, stages, alone)
+    rows = out["results"][0]["at"]
+    assert [(row["length"], row["fits"]) for row in rows] == [(2048, False), (512, True)]
+    for row in rows:
+        assert row["ranks"] == [0, 2, 3] and row["peak_moment"] == "forward"
+        assert max(row["peak_memory_bytes"]) == sum(row["breakdown"].values())
+        assert 0 <= max(row["peak_memory_bytes"]) - 2 * row["length"] * 2**20 < 4096
+    assert len(lengths(folder, "pp.py")) == 6, "and the journal knows them the second time"
+    assert re.search(r"pp on 4 ranks +2,048 .* 4.00 +0.00 +forward +no\n", done.stdout)
+    assert "PASS oom_search: 1 of the 2 steps that were tried fit, 3 GiB" in done.stdout
+    row = real["results"][0]["at"][0]
+    assert (row["fits"], row["breakdown"], row["peak_moment"]) == (False, {}, None)
+    assert re.search(r"tp on 1 rank +1,024 .* out of memory +no\n", done.stdout)
+    assert "tp on 1 rank, 1,024 tokens: out of memory in the step: CUDA out" in done.stdout
+    assert (folder / "at.png").exists() and done.stdout.count("exit 0") == 3
+
+
+@pytest.mark.parametrize("dtype,state,gradients", [(HALF, 12, 3), (SINGLE, 8, 2)])
+def test_adamw_steps_one_parameter_after_another(dtype, state, gradients):
+    """As AdamW on float32 weights does; its state, and what a step takes for itself, by hand."""
+    sizes, tracker = [512, 2048, 1024], oom_search.Tracker("cpu", set(), set())
+    with tracker:
+        model = torch.nn.ParameterList(torch.full([n], 0.01, dtype=dtype) for n in sizes)
+        model.append(model[0])  # tied
+        optimizers = oom_search.make_adamw(model, host=False)
+        for parameter in model[:2]:  # the third has no gradient
+            parameter.grad = torch.linspace(-1, 1, len(parameter), dtype=dtype)
+        tracker.restart()
+        before, tracker.outside = tracker.now, "optimizer step"
+        oom_search.optimizer_step(optimizers)
+    parts, size = tracker.breakdown(model, optimizers), dtype.itemsize
+    assert parts["optimizer state"] - state * sum(sizes) in (0, 3 * 512), "and a counter each"
+    assert (parts["weights"], parts["gradients"]) == (size * sum(sizes), size * sum(sizes[:2]))
+    assert tracker.peak - before == gradients * 4 * max(sizes) and tracker.moment == tracker.outside
+    for parameter in model[:2]:
+        expected = torch.full(parameter.shape, 0.01, dtype=dtype).float()
+        adamw = torch.optim.AdamW([expected], foreach=False)
+        for scale in (0, 1):
+            expected.grad = scale * parameter.grad.float()
+            adamw.step()
+        assert torch.equal(parameter, expected.to(dtype))
+
+
+def test_a_probe_is_told_what_is_asked(monkeypatch):
+    monkeypatch.setattr(oom_search, "gpu_count", lambda: 0)
+    for line, ulysses_alone in (("--shard-weights", True), ("--recompute selective", False)):
+        options = oom_search.parse(line.split())
+        for name in ("sp_ulysses", "tp"):
+            argv = " ".join(oom_search.make_case(name, 2, 0, 64, options)["argv"])
+            assert (line in argv) == (name == "sp_ulysses" or not ulysses_alone)
 
 
 # Attention: the kernel that a GPU would run
@@ -306,7 +356,6 @@ def kernel(monkeypatch, dtype, heads, kv_heads, d, capability, version="2.13.0+c
     return oom_search.attention_kernel(query, key, capability)
 
 
-HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 KERNELS = [
     ((HALF, 8, 2, 64, 8.0), "flash", "compute capability 8.0"),
     ((HALF, 8, 8, 64, 9.0), "flash", "cuDNN"),
@@ -344,7 +393,7 @@ def test_what_kernels_take_for_themselves():
 
 
 PAIR = """
-import importlib, json, sys, torch.distributed as dist, oom_search as o
+import importlib, json, os, sys, torch.distributed as dist, oom_search as o
 o.BLOCK = 1  # a CPU's allocator knows no blocks
 o.SCRATCH.clear()  # nor do its kernels take what a GPU's do
 common = ["--model", "tiny", "--dtype", "float32", "--attn", "eager", "--batch", "2"]
@@ -356,9 +405,18 @@ for name in ("tp.py", "sp_megatron.py", "sp_ulysses.py"):
         script.main([*argv, "--bench-iters", "1", "--json", sys.argv[1]])
         real = json.load(open(sys.argv[1]))["benchmark"]["peak_memory_bytes"][0]
         case = {"how": "predicted", "script": name, "capability": 8.0, "argv": argv}
+        case |= {"plain": False, "optimizer": "none"}
         print("PAIR", json.dumps([name, length, real, o.run_step(case)]))
         dist.destroy_process_group()
         del sys.modules[name[:-3]]  # what a prediction changes in it is not for a run
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
+case = {"script": "tp.py", "capability": 8.0, "argv": [*common, "--dtype", "bfloat16"]}
+for plain, optimizer in ((True, "adamw"), (False, "adamw"), (False, "adamw-host"), (False, "none")):
+    case |= {"plain": plain, "optimizer": optimizer}
+    for how in ("emulated", "predicted"):
+        print("STEP", json.dumps(o.run_step(case | {"how": how})))
+        dist.destroy_process_group()
+        del sys.modules["tp"]
 """
 
 
@@ -374,7 +432,13 @@ def test_prediction_is_what_a_run_takes(tmp_path):
         assert abs(predicted["peak"] / real - 1) < 0.01, (name, length, predicted, real)
         assert sum(predicted["breakdown"].values()) == predicted["peak"]
         if (name, length) == ("tp.py", "4"):
-            assert predicted["loading_peak"] > predicted["peak"]
+            assert predicted["loading_peak_bytes"] > predicted["peak"]
+    steps = [json.loads(x[5:]) for x in done.stdout.splitlines() if x.startswith("STEP")]
+    assert len(steps) == 8, done.stderr
+    for real, predicted in (steps[:2], steps[2:4]):  # Hugging Face's own model; tp.py
+        assert abs(predicted["peak"] / real["peak"] - 1) < 0.01
+        assert predicted["breakdown"]["optimizer state"] == 12 * 410_688, "parameters of tiny"
+    assert steps[5] == steps[7], "what a prediction's host does is free"
 
 
 SEARCHES = """
@@ -390,8 +454,16 @@ REAL = {
     "1 KV head": f"{ONE} --dtype float32 --memory-gib 1 --model kv1",
     "t4": f"{ONE} --model tiny --gpu t4 --step 4096",
     "full logits": "--strategy sp --memory-gib 8 --step 1024 --loss full --plot out.png",
-    "no model": f"{ONE} --model ./nowhere",
+    "plain": "--strategy plain --at 64 16384 --optimizer adamw",
 }
+NEITHER = "plain can --recompute block and none, and has no tiles"
+UNUSABLE = {
+    f"{ONE} --model ./nowhere": "no such model directory: ./nowhere",
+    "--strategy plain --nproc 2 --model tiny": "plain runs on one GPU: --nproc 1 would do",
+    "--strategy plain --nproc 1 --model tiny --recompute offload": NEITHER,
+    "--strategy plain --nproc 1 --model tiny --tile 64": NEITHER,
+}
+REAL |= {line: line for line in UNUSABLE}
 
 
 @pytest.fixture(scope="module")
@@ -406,14 +478,14 @@ def searched(tmp_path_factory):
         (folder / f"kv{kv_heads}" / "config.json").write_text(json.dumps(sizes))
     places = {name: str(folder / name) for name in ("kv1", "kv4", "out.png")}
     commands = []
-    for name, line in REAL.items():
+    for line in REAL.values():
         command = [places.get(word, word) for word in line.split()]
-        files = "--journal", f"{folder}/journal", "--json", f"{folder}/{name}.json"
+        files = "--journal", f"{folder}/journal", "--json", f"{folder}/{len(commands)}.json"
         commands.append([*command, *files])
     done = python("-c", SEARCHES, json.dumps(commands))
     found = {}
     for name, line in zip(REAL, done.stdout.splitlines(), strict=True):
-        file = folder / f"{name}.json"
+        file = folder / f"{len(found)}.json"
         found[name] = (*json.loads(line), json.loads(file.read_text()) if file.exists() else None)
     assert (folder / "out.png").stat().st_size > 10000
     return found
@@ -451,15 +523,28 @@ def test_full_logits_cost_what_they_weigh(searched):
     assert text.strip().splitlines()[-1].startswith("PASS oom_search: 2 of 2 limits found")
 
 
-def test_a_model_that_is_none_is_unusable(searched):
-    status, text, _ = searched["no model"]
-    assert status == 2 and "error: no such model directory: ./nowhere" in text
+@pytest.mark.parametrize("line,why", UNUSABLE.items())
+def test_what_no_strategy_can_is_unusable(searched, line, why):
+    status, text, _ = searched[line]
+    assert status == 2 and text.startswith(f"error: {why}") and text.count("\n") == 1, text
+
+
+def test_plain_is_what_people_have(searched):
+    """llama-3.2-1b: Hugging Face's loss makes all logits at once, whatever --loss says."""
+    status, text, out = searched["plain"]
+    assert status == 0 and "PASS oom_search: 1 of the 2 steps that were tried fit" in text, text
+    one, two = out["results"]
+    assert (one["loss"], out["loss"], out["optimizer"]) == ("full", "chunked", "adamw")
+    assert [row["peak_moment"] for row in one["at"]] == ["optimizer step", "backward"]
+    assert one["at"][1]["breakdown"]["logits"] >= 10 * 16384 * 128256
+    assert two["verdict"] == "unusable" and "plain on 2 ranks: plain runs on one GPU" in text
 
 
 BAD = [
     (["--nproc", "0"], "argument --nproc: 0 is not a whole number above 0"),
     (["--memory-gib", "none"], "argument --memory-gib: none is not a number above 0"),
     (["--lo", "9", "--hi", "8"], "--lo 9 is not below --hi 8"),
+    (["--at", "9", "--hi", "8"], "--at searches nothing: without --lo and --hi it would do"),
     (["--strategy", "dp"], "argument --strategy: invalid choice: 'dp'"),
     (["--gpu", "h100", "--memory-gib", "9"], "give one of them"),
     (["--how", "measured"], "--how measured on 2 GPUs, and this machine has"),
