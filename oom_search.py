@@ -30,7 +30,7 @@ What a prediction counts: every tensor that PyTorch makes, in blocks of 512 byte
 allocator does, with the attention kernel that a GPU would run (the report names it), and what
 kernels take for themselves (section 2). What it does not count:
 
-  - What lies outside the allocator: the CUDA context, cuBLAS, NCCL's channels. --gpu leaves OUTSIDE
+  - What lies outside the allocator: the CUDA context, cuBLAS, NCCL's buffers. --gpu leaves OUTSIDE
     for them; --memory-gib is what the allocator itself may take.
   - Fragmentation: memory that the allocator holds and cannot use. Runs on a GPU ask for its remedy,
     PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; without it expect some percent less.
@@ -62,13 +62,18 @@ import torch
 import torch.distributed._tools.fake_collectives  # collectives of meta tensors: nothing moves
 import torch.nn.functional as F
 import transformers
+from torch.distributed.fsdp import _fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 HERE = Path(__file__).resolve().parent
 GIB = 2**30
 BLOCK = 512  # bytes: the CUDA allocator's smallest block, of which it deals out whole ones
-OUTSIDE = 1.0  # GiB that the allocator never has: CUDA's context, cuBLAS, NCCL; about 0.5 each
+# GiB of a card that the allocator never has. CUDA's context and cuBLAS: 1.1 GB with NCCL just begun
+# (NVIDIA/nccl#1685), 1.8 of an H100 with all of vLLM (vllm-project/vllm#10511). NCCL's rings: 0.5
+# to 0.7 a group of A100s (nccl#964), 1.8 of H100s (vllm#10511). Its all-to-all connects each pair
+# by up to 32 channels: 4.3 GB in all on 8 H100s (nccl#1685)
+OUTSIDE = {"one rank": 1.0, "several": 2.0, "all-to-all": 4.0}
 # GPUs: GiB, as torch.cuda.get_device_properties() has them; compute capability
 GPUS = {"t4": (14.6, 7.5), "rtx4090": (23.5, 8.9), "a100-40": (39.4, 8.0)}
 GPUS |= {"a100-80": (79.2, 8.0), "h100": (79.1, 9.0), "h200": (139.8, 9.0)}
@@ -119,6 +124,8 @@ class Tracker(TorchDispatchMode):
         self.in_backward = self.at_peak = False
         self.outside = self.moment = "forward"  # outside: what runs when no backward does
         self.shapes = {}  # what a pointwise operation returns: shape, strides, dtype, device
+        resize, storage = torch.UntypedStorage.resize_, torch.UntypedStorage
+        storage.resize_ = lambda *how: self.resized(*how) or resize(*how)
 
     def restart(self):
         """Begin a new peak with what is alive now; returns the old one, in bytes."""
@@ -133,6 +140,12 @@ class Tracker(TorchDispatchMode):
         if self.now > self.peak:
             self.peak, self.at_peak = self.now, True
             self.moment = "backward" if self.in_backward else self.outside
+
+    def resized(self, storage, size):
+        """fully_shard drops and fills gathered weights in place: as if it were a new block."""
+        if old := self.live.get(storage._cdata):
+            self.remove(storage._cdata)
+            self.add(storage._cdata, size, old.logits)
 
     def remove(self, key):
         if self.at_peak:  # the first to go after a new peak: until now everything was there
@@ -240,6 +253,9 @@ def on_meta(script, args, attend):
     # Positions that start anew would be several texts in one: HF looks at the values, ours never do
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     F.scaled_dot_product_attention = attend
+    # fully_shard asks the mesh for a device, and refuses weights without data
+    _fully_shard._fully_shard._get_device_from_mesh = lambda mesh: args.device
+    _fully_shard._fsdp_param_group.FSDPParamGroup._validate_no_meta_params = lambda self: None
 
 
 def as_plain(script, args, group):
@@ -583,19 +599,26 @@ def ranks_to_try(name, world):
     return sorted({0, world // 2, world - 1}) if name == "pp" else [0]
 
 
-def takes(found, world, options):
+def budget(name, world, options):
+    """Bytes that the allocator has. Of a whole card (--gpu) it has less where there are peers."""
+    kind = "one rank" if world == 1 else "all-to-all" if name == "sp_ulysses" else "several"
+    peers = OUTSIDE[kind] - OUTSIDE["one rank"]
+    return options.memory_bytes - (int(peers * GIB) if options.gpu else 0)
+
+
+def takes(found, world, room, options):
     """What a length takes, by the rank that needs most; found: {rank: result of its probe}."""
     out = next((result for result in found.values() if result["verdict"] == "oom"), None)
     if out:
         when = "while loading model and optimizer, before any" if out["loading"] else "in the"
         return NOTHING | {"fits": False, "note": f"out of memory {when} step: {out['why']}"}
     worst = max(found.values(), key=lambda r: r["peak"])
-    fits = worst["peak"] <= options.memory_bytes
+    fits = worst["peak"] <= room
     keys = ("peak_moment", "breakdown", "loading_peak_bytes", "attention")
     row = {"fits": fits} | {key: worst[key] for key in keys}
     row["ranks"] = list(range(world)) if options.how == "measured" else list(found)
     row["peak_memory_bytes"] = [peak for result in found.values() for peak in result["peaks"]]
-    if fits and worst["loading_peak_bytes"] > options.memory_bytes:
+    if fits and worst["loading_peak_bytes"] > room:
         row["note"] = "loading, the whole model at once, takes more than there is"
     return row
 
@@ -610,7 +633,8 @@ def answer(name, world, options, bracket):
     start = 98304 if options.how == "predicted" else 16384  # one of them may run out of memory
     first = max(1, (options.lo or start * world) // step)
     second = options.hi and max(first + 1, options.hi // step)
-    walk = search(options.memory_bytes, first, second)
+    room = budget(name, world, options)
+    walk = search(room, first, second)
     if options.at:
         walk = (length for length in options.at)  # whatever is sent
     row = {"strategy": name, "nproc": world, "how": options.how, "step": step, "verdict": "found"}
@@ -623,10 +647,10 @@ def answer(name, world, options, bracket):
             if result["verdict"] in ("error", "unusable"):
                 why = {"error": result["why"], "log": result.get("log", [])}
                 return row | {"longest": None, "verdict": result["verdict"]} | why
-            fits = result["verdict"] == "ran" and result["peak"] <= options.memory_bytes
+            fits = result["verdict"] == "ran" and result["peak"] <= room
             if result["verdict"] == "oom" or not (fits or options.at):  # a search knows enough
                 break
-        tried[k] = entry = takes(found, world, options)
+        tried[k] = entry = takes(found, world, room, options)
         bracket[0 if entry["fits"] else 1] = k * step
         if result.get("loading") and not options.at:  # no matter how long the sequence is
             return row | {"longest": 0, "too_long": k * step} | entry
@@ -972,8 +996,12 @@ def choose_machine(options):
     if options.how == "predicted" and not gib:
         options.gpu = options.gpu or "a100-40"
         total, options.capability = GPUS[options.gpu]
-        gib = total - OUTSIDE
-        options.where = f"{options.gpu} ({gib:.1f} GiB for the allocator)"
+        gib = total - OUTSIDE["one rank"]
+        rooms = {kind: total - outside for kind, outside in OUTSIDE.items()}
+        if most == 1 or options.strategies == ["plain"]:
+            del rooms["several"], rooms["all-to-all"]
+        rooms = ", ".join(f"{kind} {room:.1f}" for kind, room in rooms.items())
+        options.where = f"{options.gpu} (GiB for the allocator: {rooms})"
     elif not gib:
         gib = torch.cuda.get_device_properties(0).total_memory / GIB
         options.where = f"{gpu_name()} ({gib:.1f} GiB)"

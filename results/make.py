@@ -2,6 +2,7 @@
 
     python results/make.py                 # all that this machine can measure
     python results/make.py lengths         # the longest sequences, predicted: needs no GPU
+    python results/make.py published       # what others measured, predicted
     python results/make.py cpu             # the scripts on two ranks of this machine
     python results/make.py gpu             # one GPU: proofs, throughput, one rank of several
     python results/make.py limits          # one GPU: the longest sequences, emulated and predicted
@@ -13,6 +14,7 @@ the result, and is written after every step (but by a trial); a step that fails 
 """
 
 import argparse
+import csv
 import datetime
 import json
 import os
@@ -34,6 +36,7 @@ ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
 import tp  # noqa: E402
 
+READMES = [ROOT / "README.md", ROOT / "labs" / "README.md"]  # where the tables stand
 GIB, MIB = 2**30, 2**20
 SCRIPTS = {"tp": "tp.py", "tp_dtensor": "tp.py --dtensor"}
 SCRIPTS |= {name: f"{name}.py" for name in ("sp_megatron", "sp_ulysses", "pp")}
@@ -45,6 +48,11 @@ REMEDIES = {  # each has what those above it have
     "MLPs and norms in tiles": "",
     "layers' inputs offloaded": "--recompute offload",
 }
+# What others measured on GPUs, and how to ask for the same. Columns: source, what, measured, unit;
+# compared: the longest sequence, the peak, that less weights, gradients and optimizer state, or,
+# a number, what the second of two runs takes more, divided by it; options, what differs between the
+# runs (a bar between them); and why the prediction is off, where the cause is known
+PUBLISHED = [*csv.DictReader((HERE / "published.csv").open())]
 PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # bfloat16 FLOP/s, of the data sheets
 
 
@@ -65,6 +73,15 @@ def lengths(trial):
     yield "40 GiB, offload", f"{search} --nproc 1 2 --memory-gib 40 --recompute offload {model}"
     for name, options in REMEDIES.items():
         yield f"80 GiB, {name}", f"{search} --nproc 1 8 --memory-gib 80 {options} {large}"
+
+
+def published(trial):
+    """What others measured, predicted."""
+    cut = " --model tiny --memory-gib 0.1" if trial else ""
+    for row in PUBLISHED:
+        for i, more in enumerate(row["runs"].split("|")):
+            command = f"python oom_search.py --how predicted --fresh {row['options']} {more}{cut}"
+            yield f"{row['source']}: {row['what']}, {i}", command
 
 
 def cpu(trial):
@@ -265,11 +282,41 @@ def lengths_table(part):
     return f"*Predicted, bfloat16, batch 1 ({made(part)})*\n\n{table(*rows)}\n{table(*remedies)}"
 
 
+def predicted(part, row):
+    """What a row of PUBLISHED comes to, in its unit; None where a run of it failed."""
+    steps = range(len(row["runs"].split("|")))
+    results = [of(part, f"{row['source']}: {row['what']}, {i}") for i in steps]
+    if not all(results):
+        return None
+    found, compared = [result["results"][0] for result in results], row["compared"]
+    if compared == "longest":
+        return found[0]["longest"] / 1e3
+    entries = [entry["at"][0] for entry in found]
+    peaks = [max(entry["peak_memory_bytes"]) / 1e9 for entry in entries]
+    if compared == "less":
+        static = ("weights", "gradients", "optimizer state")
+        return peaks[0] - sum(entries[0]["breakdown"][name] for name in static) / 1e9
+    return peaks[0] if compared == "peak" else (peaks[1] - peaks[0]) / float(compared)
+
+
+def published_table(part):
+    """What others measured beside what is predicted of it."""
+    rows = [["measured by", "what", "measured", "predicted", "ratio", "why"]]
+    for row in PUBLISHED:
+        ours, measured = predicted(part, row), float(row["measured"])
+        figures = ["", ""]
+        if ours is not None:
+            figures = [f"{ours:,.0f}" if ours >= 100 else f"{ours:.3g}", f"{ours / measured:.2f}"]
+        figures.insert(0, f"{measured:,g} {row['unit']}")
+        rows.append([row["source"], row["what"], *figures, row["why"]])
+    return f"*Predicted ({made(part)})*\n\n{table(*rows)}"
+
+
 def cpu_table(part):
     """How close to one device, how long, how much memory and traffic."""
     dtypes = ["float64", "float32", "bfloat16"]
     rows = [["2 ranks, gloo", *dtypes, "s a step", "peak MiB, ranks 0 / 1", "message MiB"]]
-    for name in [*SCRIPTS, "pp afab", "pp interleaved", "pp zb"]:
+    for name in SCRIPTS:
         row = [name, *(worst(part, f"correctness {dtype}, {name}") for dtype in dtypes)]
         bench = of(part, f"benchmark, {name}").get("benchmark")
         if bench:
@@ -365,7 +412,7 @@ def proved_table(part):
 
 
 TABLES = {"lengths": lengths_table, "cpu": cpu_table, "gpu": gpu_table, "limits": limits_table}
-TABLES["proved"] = proved_table
+TABLES |= {"published": published_table, "proved": proved_table}
 
 
 def found(name):
@@ -379,7 +426,7 @@ def with_tables(text):
     for name, render in TABLES.items():
         begin, end = f"<!-- {name}: made by results/make.py -->\n", f"<!-- end of {name} -->"
         made_anew = "\n".join(render(part) for part in found(name))
-        if made_anew:
+        if made_anew and begin in text:
             before, rest = text.split(begin)
             text = before + begin + made_anew + end + rest.split(end)[1]
     return text
@@ -389,7 +436,7 @@ def with_tables(text):
 # 3. Command line
 # --------------------------------------------------------------------------------------------------
 
-PARTS = {"lengths": lengths, "cpu": cpu, "gpu": gpu, "limits": limits}
+PARTS = {"lengths": lengths, "published": published, "cpu": cpu, "gpu": gpu, "limits": limits}
 OF_A_GPU = ("gpu", "limits")
 
 
@@ -423,7 +470,8 @@ def main(argv):
     every = [name for name in PARTS if name not in OF_A_GPU or torch.cuda.is_available()]
     good = [make(name, options.trial) for name in options.part or every if name != "tables"]
     if not options.trial:
-        (ROOT / "README.md").write_text(with_tables((ROOT / "README.md").read_text()))
+        for file in READMES:
+            file.write_text(with_tables(file.read_text()))
     return 0 if all(good) else 1
 
 

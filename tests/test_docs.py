@@ -128,7 +128,7 @@ ELSEWHERE = {  # commands that are run as they stand, but not by the test below
     r"python tests/copies\.py": "test_user.py, on a copy",
     r"python tests/(mutants|prove)\.py": "prove.py",
     r"\$GGUF": "test_real_weights.py",
-    r"--model llama-3\.1-8b": "nowhere: it takes 8 GPUs",
+    r"torchrun .*--model llama-3\.1-8b": "nowhere: it takes 8 GPUs",
 }
 QUICK = re.compile(r"python (sp_layout_sim\.py|pp\.py --mode schedule|.*--list)|diff ")  # seconds
 

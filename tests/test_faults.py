@@ -61,15 +61,12 @@ def test_a_fault_ends_the_job_and_is_shown(ranks, kind, where, script, tmp_path)
         assert re.search(rf'File ".*{script}",? line \d+,? in (gather|train_step|\w+)', run.stderr)
 
 
+SEARCH = ["oom_search.py", "--strategy", "tp", "--nproc", "1", "--memory-gib", "8"]
 FULL = [
     (["tp.py", "--length", "64"], "--json", "PASS correctness"),
     (["sp_layout_sim.py"], "--json", "PASS"),
     (["labs/lab2_megatron_layers.py"], "--plot", "PASS lab2"),
-    (
-        ["oom_search.py", "--strategy", "tp", "--nproc", "1", "--memory-gib", "8"],
-        "--plot",
-        "PASS oom",
-    ),
+    (SEARCH, "--plot", "PASS oom"),
 ]
 
 
@@ -83,15 +80,8 @@ def test_a_full_disk_is_said_and_the_verdict_stands(command, option, verdict, tm
     journal = ["--journal", tmp_path / "journal"] if command[0] == "oom_search.py" else []
     command = [sys.executable, *command, option, file, *journal]
     env = ENVIRONMENT | {"MPLCONFIGDIR": str(tmp_path / "matplotlib")}
-    run = subprocess.run(
-        list(map(str, command)),
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        preexec_fn=full,
-    )
+    how = {"cwd": ROOT, "env": env, "capture_output": True, "text": True, "timeout": 120}
+    run = subprocess.run(list(map(str, command)), preexec_fn=full, **how)
     assert run.returncode == 2 and verdict in run.stdout, run.stdout + run.stderr
     assert re.search("^error: .*File too large", run.stderr, re.M), run.stderr
     assert "Traceback" not in run.stderr
