@@ -501,7 +501,7 @@ def test_full_logits_cost_what_they_weigh(searched):
     assert status == 0, text
     one, two = out["results"]
     assert two["longest"] >= 1.8 * one["longest"]
-    weigh = 10 * one["longest"] * 128256  # bfloat16 once, and float32 twice
+    weigh = 8 * one["longest"] * 128256  # float32 once, and bfloat16 for them and their gradient
     assert one["breakdown"]["logits"] >= weigh
     assert one["peak_memory_bytes"][0] <= out["memory_bytes"]
     assert text.strip().splitlines()[-1].startswith("PASS oom_search: 2 of 2 limits found")
