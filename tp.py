@@ -459,7 +459,7 @@ def expected_traffic(config, group, args):
     loss = args.batch * args.length * max(4, element)  # a number a token, in float32 or better
     chunks = math.ceil(args.length / loss_chunk(args, P)) if args.loss == "chunked" else 1
     tiles = mlp_tiles(args, args.length)
-    projections = 5 if args.dtensor else 1 + tiles  # an f for each of q, k, v, gate, up
+    projections = 5 if args.dtensor else 1 + tiles  # f of q, k, v, gate, up; of attention, tiles
     reductions = 3 if args.dtensor else 2  # max, sum-exp, target logit; ours sends two as one
     head = chunks if args.dtensor else 1  # parallelize_module has an f in the head: one a chunk
     rows = [("forward", "all_reduce", reductions * chunks, 3 * loss)]
@@ -467,10 +467,10 @@ def expected_traffic(config, group, args):
         rows += [("backward", "all_reduce", reductions * chunks, 3 * loss)]
     if P == 1:
         return rows if args.dtensor else []  # loss_parallel() reduces over one rank too
-    inputs, outputs = 1 + (5 if args.dtensor else 2) * layers, 1 + 2 * layers
+    blocks = 1 + (5 if args.dtensor else 2) * layers
     rows += [  # embedding and every g; every f
-        ("forward", "all_reduce", 1 + (1 + tiles) * layers, outputs * hidden),
-        ("backward", "all_reduce", head + projections * layers, inputs * hidden),
+        ("forward", "all_reduce", 1 + (1 + tiles) * layers, (1 + 2 * layers) * hidden),
+        ("backward", "all_reduce", head + projections * layers, blocks * hidden),
     ]
     if args.recompute in ("block", "offload"):  # attention's g again. MLP's only if in tiles: where
         # it is a layer's last, checkpoint() stops before it, with all that the backward needs
