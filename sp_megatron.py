@@ -964,35 +964,18 @@ class Meter(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.calls, self.bytes, self.alive, self.now, self.peak = Counter(), Counter(), {}, 0, 0
+        self.calls, self.bytes, self.peak = Counter(), Counter(), 0
+        self.alive = weakref.WeakValueDictionary()  # of storages: several tensors may share one
         self.hold(x for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter))
 
     def hold(self, tensors):
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if storage._cdata not in self.alive:
-                self.alive[storage._cdata] = storage.nbytes()
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self.release, storage._cdata)
-        self.peak = max(self.peak, self.now)
+            self.alive[storage._cdata] = storage
+        self.peak = max(self.peak, self.now())
 
-    def release(self, key):
-        self.now -= self.alive.pop(key)
-
-    def __enter__(self):
-        self.resize = torch.UntypedStorage.resize_
-        torch.UntypedStorage.resize_ = lambda *how: self.resized(*how)
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        torch.UntypedStorage.resize_ = self.resize
-        return super().__exit__(*error)
-
-    def resized(self, storage, size):  # fully_shard drops and fills gathered weights in place
-        if storage._cdata in self.alive:
-            self.now += size - self.alive[storage._cdata]
-            self.alive[storage._cdata], self.peak = size, max(self.peak, self.now)
-        return self.resize(storage, size)
+    def now(self):  # sizes anew: fully_shard drops and fills gathered weights' storages in place
+        return sum(storage.nbytes() for storage in self.alive.values())
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(hasattr(kind, "full_tensor") for kind in types):  # a DTensor: see what is below it

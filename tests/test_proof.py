@@ -256,11 +256,11 @@ def only_its_own(script, put, argv, patience=5.0):
     model = script.make_parallel(script.load_model(args), group, args)
     look("after make_parallel", model)
     with script.Meter() as meter:  # it sees what no Python object holds, too
-        weights = meter.now
+        weights = meter.now()
         script.train_step(model, *script.proof_batch(args, group), group, args)
         script.sgd(model, 0.0)
         look("after a step", model)
-        assert meter.now == weights, f"after a step alive: {meter.now - weights} bytes"
+        assert meter.now() == weights, f"after a step alive: {meter.now() - weights} bytes"
     del model
     look("after the model")
 
