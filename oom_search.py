@@ -1,7 +1,7 @@
 """The longest sequence that fits: how many tokens one training step takes before memory runs out.
 
     python oom_search.py                                # all strategies, 1 and 2 GPUs, on a laptop
-    python oom_search.py --strategy all --nproc 1 2 4 8 --memory-gib 40 --plot limits.png
+    python oom_search.py --strategy all --nproc 1 2 4 8 --memory-gib 40 --json 40.json
     python oom_search.py --strategy sp --nproc 2 --lo 14000 --hi 40000 --step 512
     python oom_search.py --strategy tp --nproc 1 2 --loss full      # what the full logits cost
     python oom_search.py --strategy plain sp --optimizer adamw      # as one trains
@@ -405,7 +405,7 @@ def write_whole(path, write):
     try:
         write(draft)
         os.replace(draft, path)
-    except (OSError, ValueError) as problem:  # a full disk; a picture that matplotlib cannot write
+    except OSError as problem:  # a full disk
         raise Unusable(f"cannot write {path}: {problem}") from None
     finally:
         Path(draft).unlink(missing_ok=True)
@@ -873,33 +873,6 @@ def report(rows, options):
     return True
 
 
-def draw(rows, options, path):
-    """The picture of --plot: lengths as bars, and what fills the memory there."""
-    from matplotlib.figure import Figure
-
-    colours = ["#0072B2", "#E69F00", "#999999", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"]
-    found = [answer for answer in answers(rows) if answer[-1]["breakdown"]]
-    names = [f"{name}, {n:,} tokens" if options.at else name for name, n, _ in found]
-    tokens = [n for _, n, _ in found]
-    figure = Figure(figsize=(13, 2.2 + 0.32 * max(len(found), 6)), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    left.bar_label(left.barh(names, tokens), [f"{n:,}" for n in tokens], padding=3)
-    begin, room = [0.0] * len(found), 1.25 * max(tokens, default=1)  # for the bars' labels
-    title = "tokens in the sequence" if options.at else "longest sequence in tokens"
-    left.set(title=f"{title}, {options.how}", xticks=[], xlim=(0, room))
-    for part, colour in zip(PARTS, [*colours, "#F0E442"]):
-        sizes = [entry["breakdown"][part] / GIB for *_, entry in found]
-        if any(sizes):
-            right.barh(names, sizes, left=begin, color=colour, label=part)
-        begin = [a + b for a, b in zip(begin, sizes)]
-    right.axvline(options.memory_bytes / GIB, color="black", lw=1, ls="--")
-    right.invert_yaxis()
-    right.set(title="what fills the memory there", xlabel="GiB (dashed: all there is)")
-    figure.legend(loc="outside lower center", ncols=len(PARTS), frameon=False)
-    figure.suptitle(f"{options.model}, {options.dtype}, batch {options.batch}, {options.where}")
-    figure.savefig(path, dpi=120)
-
-
 # --------------------------------------------------------------------------------------------------
 # 7. Command line
 # --------------------------------------------------------------------------------------------------
@@ -957,8 +930,7 @@ def parse(argv):
     add("--timeout", type=number, default=600.0, metavar="S", help="seconds a probe may take (600)")
     add("--journal", default=".oom_search.jsonl", metavar="FILE", help="all probes (%(default)s)")
     add("--fresh", action="store_true", help="do not use what the journal knows")
-    add("--json", metavar="FILE", help="write the results")
-    add("--plot", metavar="FILE", help="draw them")
+    add("--json", metavar="FILE", help="write the results; results/plot.py draws them")
     options = parser.parse_args(argv)
     four = [name for name in scripts if name not in ("tp_dtensor", "plain")]
     asked = [ALIASES.get(name, name) for name in options.strategy]
@@ -970,7 +942,7 @@ def parse(argv):
         raise Unusable("--at searches nothing: without --lo and --hi it would do")
     if options.lo and options.hi and options.lo >= options.hi:
         raise Unusable(f"--lo {options.lo} is not below --hi {options.hi}")
-    for path in filter(None, (options.json, options.plot, options.journal)):
+    for path in filter(None, (options.json, options.journal)):
         if Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK):
             raise Unusable(f"cannot write {path}: a directory, or in none that can be written")
     choose_machine(options)
@@ -1024,8 +996,6 @@ def main(argv=None):
         if options.json:
             text = json.dumps(out, indent=1) + "\n"
             write_whole(options.json, lambda path: Path(path).write_text(text))
-        if options.plot:
-            write_whole(options.plot, partial(draw, rows, options))
         return 0 if answered else 1
     except Unusable as problem:
         print(f"error: {problem}", file=sys.stderr)

@@ -257,7 +257,6 @@ def positive(text):
     return int(text)
 
 
-# Copied from oom_search.py
 def write_whole(path, write):
     """Have write(another path) make the file, then name it path: whole or not at all."""
     draft = f"{path}.{os.getpid()}{Path(path).suffix}"

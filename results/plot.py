@@ -1,4 +1,4 @@
-"""Draws what `--json` of the four strategy scripts and of sp_layout_sim.py wrote.
+"""Draws what `--json` of the four strategy scripts, sp_layout_sim.py and oom_search.py wrote.
 
     torchrun --nproc_per_node=2 tp.py --mode all --json tp.json
     python results/plot.py tp.json              # draws tp.png
@@ -7,7 +7,8 @@
 A panel for each mode that ran: the errors of correctness tensor by tensor, the learning curves, the
 traffic measured beside the expected, and of pp.py the timeline: measured in benchmark mode, or
 simulated (`python pp.py --mode schedule --stages 4 --json schedule.json`). Of sp_layout_sim.py the
-attention block of its --layout: what each rank holds, step by step, and who made it.
+attention block of its --layout: what each rank holds, step by step, and who made it. Of
+oom_search.py the lengths, and what fills the memory there.
 """
 
 import argparse
@@ -192,6 +193,40 @@ def draw_layout(results):
     return figure
 
 
+def draw_limits(results):
+    """Lengths as bars, and beside them the parts of the memory that they take."""
+    found = []
+    for row in results["results"]:
+        name = f"{row['strategy']}, {row['nproc']} rank{'s' * (row['nproc'] > 1)}"
+        for entry in row.get("at", [row]):
+            tokens = entry.get("length") or entry.get("longest")
+            if tokens and entry["breakdown"]:
+                label = f"{name}, {tokens:,} tokens" if "at" in row else name
+                found.append((label, tokens, entry["breakdown"]))
+    names, tokens, parts = zip(*found)
+    figure = Figure(figsize=(13, 2.2 + 0.32 * max(len(found), 6)), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    left.bar_label(left.barh(names, tokens), [f"{n:,}" for n in tokens], padding=3)
+    asked = any("at" in row for row in results["results"])
+    title = "tokens in the sequence" if asked else "longest sequence in tokens"
+    how = results["results"][0]["how"]
+    left.set(title=f"{title}, {how}", xticks=[], xlim=(0, 1.25 * max(tokens)))  # room for labels
+    begin = np.zeros(len(found))
+    for part, colour in zip(parts[0], [BLUE, ORANGE, "#999999", GREEN, PINK, SKY, RED, "#F0E442"]):
+        sizes = np.array([size[part] for size in parts]) / 2**30
+        if sizes.any():
+            right.barh(names, sizes, left=begin, color=colour, label=part)
+        begin += sizes
+    room = results["memory_bytes"] / 2**30
+    right.axvline(room, color="black", lw=1, ls="--")
+    right.invert_yaxis()
+    right.set(title="what fills the memory there", xlabel="GiB (dashed: all there is)")
+    figure.legend(loc="outside lower center", ncols=8, frameon=False)
+    what = f"{results['model']}, {results['dtype']}, batch {results['batch']}, {room:.1f} GiB"
+    figure.suptitle(f"{what}, --loss {results['loss']}, --recompute {results['recompute']}")
+    return figure
+
+
 PANELS = {"correctness": draw_errors, "learning": draw_losses, "benchmark": draw_traffic}
 
 
@@ -199,6 +234,8 @@ def picture(results):
     """The matplotlib Figure of one run's JSON; LookupError or the like where it is none."""
     if "layouts" in results:
         return draw_layout(results)
+    if "results" in results:
+        return draw_limits(results)
     simulated = "timeline" in results
     world = results["ranks" if simulated else "world_size"]
     panels = [mode for mode in PANELS if mode in results]

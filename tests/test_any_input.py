@@ -148,7 +148,6 @@ OTHERS = {
         "--tp": NUMBERS, "--batch": NUMBERS, "--seq": NUMBERS, "--hidden": NUMBERS,
         "--ffn": NUMBERS,
         "--tp-mode": ANY, "--layout": ANY, "--break": ANY,
-        "--plot": st.sampled_from(["", ".", "/no/x.png"]),
         "--json": WORDS, "--typo": None,
     },
     **{path.stem: LAB for path in sorted((ROOT / "labs").glob("lab*.py"))},

@@ -290,7 +290,7 @@ def test_the_peak_is_the_steps_not_that_of_loading(folder):
 
 def test_at_says_what_lengths_take_and_searches_nothing(folder):
     fake(folder, tp={"oom_above": [900]}, pp={"mib": [2, 1, 1, 1]})
-    asked = ["--memory-gib", "3", "--plot", "at.png", "--strategy"]
+    asked = ["--memory-gib", "3", "--strategy"]
     stages = (0, [*asked, "pp", "--nproc", "4", "--at", "2048", "512"])
     alone = (1, [*asked, "tp", "--nproc", "1", "--how", "emulated", "--at", "1024"])
     done, (out, _, real) = run(folder, stages, stages, alone)
@@ -307,7 +307,7 @@ def test_at_says_what_lengths_take_and_searches_nothing(folder):
     assert (row["fits"], row["breakdown"], row["peak_moment"]) == (False, {}, None)
     assert re.search(r"tp on 1 rank +1,024 .* out of memory +no\n", done.stdout)
     assert "tp on 1 rank, 1,024 tokens: out of memory in the step: CUDA out" in done.stdout
-    assert (folder / "at.png").exists() and done.stdout.count("exit 0") == 3
+    assert done.stdout.count("exit 0") == 3
 
 
 @pytest.mark.parametrize("dtype,state,gradients", [(HALF, 12, 3), (SINGLE, 8, 2)])
@@ -443,7 +443,7 @@ REAL = {
     "4 KV heads": f"{ONE} --dtype float32 --memory-gib 1 --model kv4",
     "1 KV head": f"{ONE} --dtype float32 --memory-gib 1 --model kv1",
     "t4": f"{ONE} --model tiny --gpu t4 --step 4096",
-    "full logits": "--strategy sp --memory-gib 8 --step 1024 --loss full --plot out.png",
+    "full logits": "--strategy sp --memory-gib 8 --step 1024 --loss full",
     "plain": "--strategy plain --at 64 16384 --optimizer adamw",
     "sharded": "--strategy ulysses --nproc 4 --shard-weights --gpu t4 --optimizer adamw --at 64",
 }
@@ -473,7 +473,6 @@ def searched(tmp_path_factory):
     for name, line in zip(REAL, done.stdout.splitlines(), strict=True):
         file = folder / f"{len(found)}.json"
         found[name] = (*json.loads(line), json.loads(file.read_text()) if file.exists() else None)
-    assert (folder / "out.png").stat().st_size > 10000
     return found
 
 

@@ -27,6 +27,12 @@ SCHEDULE = PIPELINE | {"script": "pp.py", "schedule": "zb", "ranks": 2, "passed"
 RUNS = {mode: RUN | {mode: result} for mode, result in MODES.items()}
 RUNS |= {"all": RUN | MODES, "schedule": SCHEDULE}
 RUNS["timeline"] = RUN | {"benchmark": MODES["benchmark"] | PIPELINE}
+LIMIT = {"strategy": "tp", "nproc": 2, "how": "predicted", "longest": 512}
+LIMIT |= {"breakdown": {"weights": 2**29, "logits": 0, "saved activations": 2**28}}
+NONE = {"strategy": "pp", "nproc": 8, "how": "predicted", "longest": None}  # unusable
+SEARCH = {"results": [LIMIT, NONE], "memory_bytes": 2**30, "loss": "full", "recompute": "none"}
+RUNS["limits"] = RUN | SEARCH
+RUNS["at"] = RUN | SEARCH | {"results": [NONE, LIMIT | {"at": [LIMIT | {"length": 9}] * 2}]}
 RUNS["1 rank"] = RUN | {"world_size": 1, "benchmark": {"passed": True, "traffic": []}}
 
 
@@ -52,6 +58,13 @@ def test_timeline_numbers_and_bytes():
     assert [text.get_text() for text in timeline.texts] == ["7", "7", "7"]
     assert [text.get_text() for text in bars.texts] == ["3,072 B"] * 2 + ["4,096 B"] * 2
     assert "message bytes per rank and step: FAIL" in bars.get_title(loc="left")
+
+
+def test_limits_are_what_the_search_found():
+    lengths, memory = plot.picture(RUNS["limits"]).axes
+    assert [text.get_text() for text in lengths.texts] == ["512"]
+    assert [(bar.get_x(), bar.get_width()) for bar in memory.patches] == [(0, 0.5), (0.5, 0.25)]
+    assert memory.lines[0].get_xdata() == [1, 1] and plot.picture(RUNS["at"]).axes
 
 
 BAD = {"run.json": "{}", "list.json": "[1]", "text.json": "no", "other.json": '{"results": []}'}
