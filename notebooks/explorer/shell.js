@@ -125,7 +125,7 @@ function choice(label, key, options) {
 }
 
 // Steps 0 to steps - 1 of state[key]: buttons, a slider, arrow keys and space; period in ms.
-function player(key, steps, period = 1800, format = (i) => `${i + 1} of ${steps}`) {
+function player(key, steps, period = 1800, format = (i) => `step ${i} of ${steps - 1}`) {
   playing = { key, steps, period };
   const at = Math.min(state[key], steps - 1);
   const button = (words, label, onclick, attributes) =>
@@ -147,20 +147,27 @@ function move(by) {
 }
 
 function stop() {
-  clearInterval(timer);
+  clearTimeout(timer);
   timer = null;
 }
+
+const atEnd = () => state[playing.key] >= playing.steps - 1;
 
 // Play on, from the beginning if at the end; or pause.
 function play() {
   if (timer) stop();
   else {
-    timer = setInterval(() => {
-      move(1);
-      if (state[playing.key] >= playing.steps - 1) [stop(), draw()];
-    }, playing.period);
-    if (state[playing.key] >= playing.steps - 1) return set({ [playing.key]: 0 });
+    if (atEnd()) set({ [playing.key]: 0 });
+    timer = setTimeout(tick, playing.period);
   }
+  draw();
+}
+
+// The next step; how long it is shown is the view's to say, each time that it draws.
+function tick() {
+  move(1);
+  if (atEnd()) stop();
+  else timer = setTimeout(tick, playing.period);
   draw();
 }
 
