@@ -11,9 +11,8 @@ import argparse
 import json
 import re
 import sys
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
@@ -118,7 +117,7 @@ class Story:
         """A reduce-scatter and an all-gather; between them each rank has the sum of its tokens."""
         row, size = self.exchanges[0][1][0], self.tensors[before][2]
         places = [rectangle(x, row[0], (0, 0, 0, 0)) for x in row]
-        between = self.add("sum of own tokens", "tokens", size, places, [x.shape for x in row])
+        between = self.add("sum", "tokens", size, places, [x.shape for x in row])
         self.move(phase, before, between, 1, (1, 2))
         self.move(phase, between, after, 0, (2, 2))
 
@@ -223,7 +222,7 @@ def on_threads(P, function):
     Row c of a rank's x is chunk c, with a 1 in the column that belongs to this rank and this chunk:
     so the numbers of a sum say whose chunks are in it.
     """
-    mail = defaultdict(Queue)
+    mail = {pair: Queue() for pair in product(range(P), repeat=2)}
 
     def run(rank):
         log = []
@@ -266,16 +265,18 @@ def collectives():
     data = {name: [] for name in OPERATIONS}
     for name, operation in OPERATIONS.items():
         for P in range(2, 9):
-            adding = {"reduce_scatter": P - 1, "all_reduce": P - 1, "gather_and_add": P - 1}
+            adding = {"reduce_scatter": P - 1, "all_reduce": P - 1}
             run = []
             for result, log in on_threads(P, operation):
                 got = [cells(received, P) for *_, received in log]
                 sent = [cells(x, P) for _, x, _ in log] + [cells(result.reshape(-1, P * P), P)]
-                has = set() if name in adding else sent[-1].difference(*got)
+                has = sent[-1].difference(*got) if name in ("all_gather", "all_to_all") else set()
                 steps = [sorted(has)]
                 for i, (to, *_) in enumerate(log):
-                    # What a rank has added up is what it sends next, or its result.
+                    # What a rank of a ring has added up is what it sends next, or its result.
                     has = sent[i + 1] if i < adding.get(name, 0) else has | got[i]
+                    if name == "gather_and_add":
+                        has = cells(log[0][1] + sum(received for *_, received in log[: i + 1]), P)
                     steps.append([to, sorted(sent[i]), sorted(has)])
                 run.append(steps)
             data[name].append(run)

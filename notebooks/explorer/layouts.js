@@ -16,6 +16,9 @@ const HOLDS = {
 };
 const plain = (name) => name.replaceAll("_", "-"); // all-gather, as people write it
 
+// How the ranks hold a tensor; keys and values that go round are not their own
+const heldBy = ([, holds, , , , owners]) => (owners.every((owner, r) => owner === r) ? HOLDS[holds] : "others' tokens");
+
 // Where the ranks' boxes stand: before and after, side by side on a phone, else one above the other.
 function boxPlaces(P, narrow) {
   if (narrow) {
@@ -25,8 +28,8 @@ function boxPlaces(P, narrow) {
   }
   const wide = 1090 / P;
   const w = Math.min(wide - 14, 190);
-  const box = (y) => (r) => ({ x: 150 + r * wide + (wide - w) / 2, y, w, h: 128 });
-  return { width: 1240, height: 408, before: box(24), after: box(254) };
+  const box = (y) => (r) => ({ x: 150 + r * wide + (wide - w) / 2, y, w, h: 142 });
+  return { width: 1240, height: 436, before: box(24), after: box(268) };
 }
 
 // The part of a box that [token, end, feature, end] of a tensor of that size is.
@@ -120,11 +123,11 @@ function layoutPicture(run, step, P, layout, words) {
     const lines = wrapped(tensor[0], 16);
     const top = narrow ? 14 : box.y + box.h / 2 - 6;
     const line = (words, i) => svg("text", { ...at, y: top + 17 * i, class: i < lines.length ? "name" : "small" }, words);
-    return [...lines, HOLDS[tensor[1]]].map(line);
+    return [...lines, heldBy(tensor)].map(line);
   });
   const collective = step > 0 && moment[3];
   const act = step === 0 ? "" : collective ? plain(collective) : "each by itself";
-  const operation = narrow ? null : svg("text", { x: 0, y: 222, class: collective ? "act sends" : "act" }, act);
+  const operation = narrow ? null : svg("text", { x: 0, y: 230, class: collective ? "act sends" : "act" }, act);
   const boxes = shown.map(([tensor, place], i) =>
     svg("g", { class: i && collective ? "arrives" : "", "data-key": `${layout} ${P} ${step} ${i}` },
       ranks.map((r) => holdingBox(tensor, r, place(r), narrow))));
