@@ -8,11 +8,16 @@ about, which run here.
 """
 
 import argparse
+import importlib
 import json
+import math
 import re
 import sys
+import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise, product
+from functools import partial
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
@@ -22,7 +27,10 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parent / "labs")]
 import torch  # noqa: E402
 from checks.lab1 import gather_and_add  # noqa: E402
 from ranks import LABS, load  # noqa: E402
+from tqdm import tqdm  # noqa: E402
 
+import oom_search  # noqa: E402
+import pp  # noqa: E402
 import sp_layout_sim  # noqa: E402
 
 PAGE, PARTS = HERE / "explorer.html", HERE / "explorer"
@@ -51,18 +59,6 @@ class Watched(sp_layout_sim.Network):
         return got
 
 
-def rectangle(piece, first, place):
-    """[token, end, feature, end] of a piece in the full tensor.
-
-    piece, first: views of what a rank holds, first of its beginning; place: where that lies.
-    """
-    offset = piece.__array_interface__["data"][0] - first.__array_interface__["data"][0]
-    token, rest = divmod(offset, piece.strides[1])
-    feature, features = (rest // piece.strides[2], piece.shape[2]) if piece.ndim > 2 else (0, 1)
-    token, feature = token + place[0], feature + place[2]
-    return [token, token + piece.shape[1], feature, feature + features]
-
-
 def message_bytes(collective, pieces):
     """Of all ranks together: what is summed, gathered, exchanged or sent."""
     arrays = [{id(x): x.size for x in row if x is not None} for row in pieces]
@@ -75,12 +71,12 @@ class Story:
 
     def __init__(self, steps, full, exchanges):
         self.steps, self.full, self.exchanges = steps, full, exchanges
-        self.tensors, self.moments = [], []
+        self.tensors, self.moments, self.P = [], [], len(steps["x"]["slices"])
 
     def add(self, label, holds, size, places, shapes, owners=None):
         """The number of a tensor. owners: whose tokens or features a rank has now."""
-        owners = owners or list(range(len(places)))
-        tensor = [label, holds, size, places, [list(shape) for shape in shapes], owners]
+        shapes = [list(shape) for shape in shapes]
+        tensor = [label, holds, size, places, shapes, owners or list(range(self.P))]
         if tensor not in self.tensors:
             self.tensors.append(tensor)
         return self.tensors.index(tensor)
@@ -89,87 +85,70 @@ class Story:
         """A step's value, or its gradient."""
         found, size = self.steps[step], list(self.full[step]["shapes"][0][1:3])
         holds = found["gradient_holds"] if gradient else found["holds"]
-        places = [[0, size[0], 0, size[1]] for _ in found["slices"]]
-        shapes = found["shapes"]
-        if holds not in ("replicated", "partial sum"):
+        places = [[0, size[0], 0, size[1]] for _ in range(self.P)]
+        if holds in sp_layout_sim.AXIS:
             axis = sp_layout_sim.AXIS[holds]
             for place, cut in zip(places, found["slices"]):
                 place[2 * axis - 2 : 2 * axis] = map(int, cut.split(":"))
-        return self.add(f"gradient of {step}" if gradient else step, holds, size, places, shapes)
-
-    def tell(self, phase, before, after, collective="", sent=(0, 0, 0), pieces=(), part=(1, 1)):
-        """sent: calls, and message and wire bytes of all ranks together."""
-        self.moments.append([phase, before, after, collective, *sent, list(pieces), *part])
+        label = f"gradient of {step}" if gradient else step
+        return self.add(label, holds, size, places, found["shapes"])
 
     def move(self, phase, before, after, calls=1, part=(1, 1)):
         """The next exchange. calls: 0 for the second half of an all-reduce: it is one message."""
         collective, pieces, wire = self.exchanges.pop(0)
-        places, flights = self.tensors[before][3], []
-        for r, row in enumerate(pieces):
-            first = next(x for x in row if x is not None)
-            for to, x in enumerate(row):
-                if x is not None and to != r:
-                    flights.append([r, to, *rectangle(x, first, places[r])])
+        held, wanted, flights = self.tensors[before][3], self.tensors[after][3], []
+        for r, to in product(range(self.P), repeat=2):
+            if r != to and pieces[r][to] is not None:
+                place = [f(x, y) for f, x, y in zip((max, min) * 2, held[r], wanted[to])]
+                flights.append([r, to, *place])
         sent = calls, message_bytes(collective, pieces) if calls else 0, wire
-        self.tell(phase, before, after, collective, sent, flights, part)
+        self.moments.append([phase, before, after, collective, *sent, flights, *part])
 
     def all_reduce(self, phase, before, after):
         """A reduce-scatter and an all-gather; between them each rank has the sum of its tokens."""
-        row, size = self.exchanges[0][1][0], self.tensors[before][2]
-        places = [rectangle(x, row[0], (0, 0, 0, 0)) for x in row]
+        size, row = self.tensors[before][2], self.exchanges[0][1][0]
+        ends = accumulate((x.shape[1] for x in row), initial=0)
+        places = [[*cut, 0, size[1]] for cut in pairwise(ends)]
         between = self.add("sum", "tokens", size, places, [x.shape for x in row])
         self.move(phase, before, between, 1, (1, 2))
         self.move(phase, between, after, 0, (2, 2))
 
     def ring(self, phase, sends):
-        """Keys and values go round, in the backward between the steps of their gradients."""
-        size = list(self.full["qkv"]["shapes"][0][1:3])
-        homes = self.tensors[self.tensor("qkv")][3]
-        ranks = list(range(len(homes)))
-        owners = {"keys and values": ranks, "gradients of keys and values": ranks}
+        """Keys and values go round, in the backward by turns with their gradients."""
+        *_, size, homes, shapes, _ = self.tensors[self.tensor("qkv")]
         for i in range(sends):
-            name = list(owners)[phase == "backward" and i % 2 == 0]
-            pieces = self.exchanges[0][1]
-            shapes = [next(x.shape for x in row if x is not None) for row in pieces]
-            source = [next(r for r in ranks if pieces[r][to] is not None) for to in ranks]
+            gradients, turn = (i % 2 == 0, i // 2) if phase == "backward" else (False, i)
+            name = "gradients of keys and values" if gradients else "keys and values"
             tensors = []
-            for order in (ranks, source):  # before and after: whose a rank has now
-                owners[name] = [owners[name][r] for r in order]
-                places = [homes[owner] for owner in owners[name]]
-                now = [shapes[r] for r in order]
-                tensors.append(self.add(name, "tokens", size, places, now, owners[name]))
+            for turns in (turn, turn + 1):
+                owners = [(r - turns) % self.P for r in range(self.P)]
+                both = [[*shapes[owner][:3], 2, shapes[owner][4]] for owner in owners]
+                places = [homes[owner] for owner in owners]
+                tensors.append(self.add(name, "tokens", size, places, both, owners))
             self.move(phase, *tensors, 1, (i + 1, sends))
 
     def step(self, phase, before, after):
         """From one step to the next; in the backward from one gradient to the next."""
         backward = phase == "backward"
-        move = self.steps[before if backward else after]["moved_by"] or ("nothing", "nothing")
-        tensors = self.tensor(before, backward), self.tensor(after, backward)
-        if move[backward] == "nothing":
-            self.tell(phase, *tensors)
-        elif move[backward] == "all_reduce":
+        both = self.steps[before if backward else after]["moved_by"] or ("nothing", "nothing")
+        move, tensors = both[backward], [self.tensor(name, backward) for name in (before, after)]
+        if move == "all_reduce":
             self.all_reduce(phase, *tensors)
-        elif move[backward].endswith("send"):
-            ranks = len(self.steps["x"]["shapes"])
-            self.ring(phase, 2 * ranks - 1 if backward else ranks - 1)
-            self.tell(phase, *tensors)
+        elif move == "nothing" or move.endswith("send"):
+            sends = {"nothing": 0, "P - 1 send": self.P - 1, "2 P - 1 send": 2 * self.P - 1}
+            self.ring(phase, sends[move])
+            self.moments.append([phase, *tensors, "", 0, 0, 0, [], 1, 1])
         else:
-            calls = move[backward].split()[0]
-            self.move(phase, *tensors, int(calls) if calls.isdigit() else 1)
+            self.move(phase, *tensors, 3 if move.startswith("3") else 1)
 
     def gradients(self):
         """The all-reduce of what is left: the gradients of replicated weights, in one bucket."""
-        if not self.exchanges:
-            return
-        ranks = len(self.steps["x"]["shapes"])
         message = sum(message_bytes(name, pieces) for name, pieces, _ in self.exchanges[::2])
-        sent = 1, message, sum(wire for *_, wire in self.exchanges)
-        places, shapes = [[0, 1, 0, 1]] * ranks, [[message // ranks // sp_layout_sim.BF16]] * ranks
-        what = [1, 1], places, shapes
-        before = self.add("gradients of replicated weights", "partial sum", *what)
-        after = self.add("gradients of replicated weights", "replicated", *what)
-        self.tell("gradients", before, after, self.exchanges[0][0], sent)
-        self.exchanges.clear()
+        wire = sum(wire for *_, wire in self.exchanges)
+        what = [1, 1], [[0, 1, 0, 1]] * self.P, [[message // self.P // sp_layout_sim.BF16]] * self.P
+        name = "gradients of replicated weights"
+        tensors = [self.add(name, holds, *what) for holds in ("partial sum", "replicated")]
+        self.moments.append(["gradients", *tensors, "all_reduce", 1, message, wire, [], 1, 1])
 
 
 def layouts():
@@ -181,8 +160,7 @@ def layouts():
         results = sp_layout_sim.run(args)["layouts"]
         full = full or results["tp"]["steps"]  # of 1 rank
         for layout, result in results.items():
-            problem = sp_layout_sim.make_problem(args)
-            net = sp_layout_sim.simulate(layout, problem, P)[-1]
+            net = sp_layout_sim.simulate(layout, sp_layout_sim.make_problem(args), P)[-1]
             story = Story(result["steps"], full, net.exchanges)
             shown = [name for name, step in result["steps"].items() if step["shown"]]
             for before, after in pairwise(shown):
@@ -192,24 +170,143 @@ def layouts():
                     kept = shown[shown.index(after) - 1]
                     story.move("backward", story.tensor(kept), story.tensor(after))
                 story.step("backward", before, after)
-            story.gradients()
-            part = {"tensors": story.tensors, "moments": story.moments}
-            part |= {"weights": result["weight_bytes"], "kept": result["kept_bytes"]}
-            data[layout].append(part)
-    computes = {"norm 1": "layer_norm", "norm 2": "rms_norm", "silu": "silu"}
-    computes |= {"dropout 1": "dropout", "dropout 2": "dropout"}
-    words = {step: getattr(sp_layout_sim, f).__doc__ for step, f in computes.items()}
+            if story.exchanges:
+                story.gradients()
+            told = {"tensors": story.tensors, "moments": story.moments}
+            told |= {"weights": result["weight_bytes"], "kept": result["kept_bytes"]}
+            data[layout].append(told)
+    norms = {"norm 1": sp_layout_sim.layer_norm.__doc__, "norm 2": sp_layout_sim.rms_norm.__doc__}
     sizes = "b = {batch}, s = {seq}, h = {hidden}, {heads} heads, f = {ffn}".format(**vars(args))
     note = f"A block of {sizes}, in bfloat16. Shapes are (b, s, h) and so on"
-    return {"runs": data, "words": words, "note": f"{note}: sp_layout_sim.py says more."}
+    return {"runs": data, "words": norms, "note": f"{note}: sp_layout_sim.py says more."}
+
+
+# What fills the memory: predictions of oom_search.py
+# --------------------------------------------------------------------------------------------------
+
+MODELS = {"llama-3.2-1b": "Llama 3.2 1B", "llama-3.1-8b": "Llama 3.1 8B"}
+STRATEGIES = ["tp", "sp_megatron", "sp_ulysses", "sp_ulysses --shard-weights", "pp"]
+WAYS = [("block", "chunked"), ("none", "chunked"), ("block", "full")]  # recomputation, loss
+WAYS += [("offload", "chunked"), ("selective", "chunked")]
+JOURNAL = HERE.parent / ".oom_search.jsonl"  # oom_search.py's own: what was predicted before
+MIB = 2**20
+SHORTEST, LONGEST = 2048, 2**17  # tokens, a rank; what is longer goes on as a straight line
+EXACT = 0.01  # how far a straight line between two lengths may be from the prediction
+MOST = 142 * 1024  # MiB, no GPU has more
+
+
+def settings():
+    """Whose memory is predicted: model, strategy, ranks, recomputation, loss."""
+    yield from ((model, "plain", 1, way, "full") for model in MODELS for way in ("block", "none"))
+    for way, world, strategy, model in product(WAYS, (4, 8, 2), STRATEGIES, MODELS):
+        yield model, strategy, world, *way
 
 
 def memory():
-    return {}
+    """Peaks by length, in MiB of each of oom_search.PARTS.
+
+    curves: for each of settings() and each rank that may need most, [[tokens, *parts], ...].
+    steps: the same at the peak inside AdamW's step, which does not depend on the length, nor on
+    what is recomputed; of it the optimizer's state is there during forward and backward, too.
+    """
+    known = oom_search.read_journal(JOURNAL)
+    for name in oom_search.PRELOAD:
+        importlib.import_module(name)
+    curves, steps = {}, {}
+    for model, strategy, world, recompute, loss in tqdm(list(settings()), desc="memory"):
+        ranks = [0, world - 1] if strategy == "pp" else [0]  # a middle one keeps less than rank 0
+        ask = partial(predict, known, model, strategy, world)
+        key = f"{model} {strategy} {world}"
+        if key not in steps:
+            steps[key] = [ask(rank, "block", "chunked", "adamw", 64) for rank in ranks]
+        curves[f"{key} {recompute} {loss}"] = [
+            curve(world, partial(ask, rank, recompute, loss, "none")) for rank in ranks
+        ]
+    gpus = {name: gib for name, (gib, capability) in oom_search.GPUS.items() if capability >= 8}
+    told = {"models": MODELS, "gpus": gpus, "outside": oom_search.OUTSIDE}
+    return told | {"parts": oom_search.PARTS, "curves": curves, "steps": steps}
+
+
+def predict(known, model, strategy, world, rank, recompute, loss, optimizer, length):
+    """MiB of each part at the peak of a step, as oom_search.py --at finds it."""
+    name, *own = strategy.split()
+    argv = ["--how", "predicted", "--model", model, "--optimizer", optimizer, "--loss", loss, *own]
+    options = oom_search.parse([*argv, "--recompute", recompute])
+    case = oom_search.make_case(name, world, rank, length, options)
+    if oom_search.as_key(case) not in known:
+        with tempfile.TemporaryDirectory() as folder:
+            job = oom_search.launch(case, folder, options.timeout)
+            while not (result := oom_search.results(job)):
+                time.sleep(0.02)
+        known[oom_search.as_key(case)] = result
+        oom_search.append(JOURNAL, {"case": case, "result": result})
+    parts = known[oom_search.as_key(case)]["breakdown"]
+    return [round(parts[part] / MIB, 1) for part in oom_search.PARTS]
+
+
+def curve(world, ask):
+    """[[tokens, *parts], ...]: as many lengths as make straight lines between them good enough."""
+    points = {length: ask(length) for length in (SHORTEST, oom_search.TILE, 4 * oom_search.TILE)}
+
+    def refine(a, b):
+        middle = round(math.sqrt(a * b) / 512) * 512
+        if b < 1.1 * a:
+            return
+        share = (middle - a) / (b - a)
+        straight = sum(points[a]) * (1 - share) + sum(points[b]) * share
+        points[middle] = ask(middle)
+        if abs(straight / sum(points[middle]) - 1) > EXACT:
+            refine(a, middle)
+            refine(middle, b)
+
+    *_, a, b = points
+    token = (sum(points[b]) - sum(points[a])) / (b - a)  # MiB
+    top = min(LONGEST * world, b + (MOST - sum(points[b])) / token) // 512 * 512
+    if top > b:
+        points[int(top)] = ask(int(top))
+    lengths = sorted(points)
+    for a, b in zip(lengths, lengths[1:]):
+        refine(a, b)
+    return [[length, *points[length]] for length in sorted(points)]
+
+
+# Pipelines: pp.py's own schedules and simulator
+# --------------------------------------------------------------------------------------------------
+
+COSTS = {  # times of F, B and W, for a rank's layers; attention, without weights, has no W
+    "1:1:1": "no recomputation",
+    "1:2:1": "recomputation in B",
+    "2:3:1": "much attention",
+    "1:1:2": "W longest",
+}
+MICROBATCHES = [1, 2, 3, 4, 6, 8, 12, 16]
 
 
 def pipelines():
-    return {}
+    """What each rank does, in order, of every schedule; bubbles of all COSTS, as pp.py finds them.
+
+    An action is a number: ((microbatch * V) + which of the rank's stages) * 3 + which of F, B, W.
+    The order does not depend on the costs: the page runs the clock of pp.simulate().
+    """
+    found = {}
+    for schedule, P, M in product(pp.SCHEDULES, range(2, 9), MICROBATCHES):
+        for V in (2, 3, 4) if schedule == "interleaved" else (1,):
+            ranks = [list(pp.SCHEDULES[schedule](rank, P, M, V)) for rank in range(P)]
+            bubbles, formulas = [], []
+            for costs in COSTS:
+                F, B, W = (int(cost) / V for cost in costs.split(":"))
+                cost = {"F": F, "B": B, "W": W} if schedule == "zb" else {"F": F, "B": B + W}
+                rows = pp.simulate(ranks, P * V, lambda action, cost=cost: cost[action.kind])
+                bubbles.append(round(pp.bubble(rows, P), 6))
+                formula = pp.bubble_formula(schedule, P, M, V, *cost.values())
+                formulas.append(formula and round(formula, 6))  # None: no closed form
+            orders = [
+                [(a.microbatch * V + a.stage // P) * 3 + "FBW".index(a.kind) for a in actions]
+                for actions in ranks
+            ]
+            row = {"orders": orders, "in_flight": [pp.most_in_flight(a) for a in ranks]}
+            found[f"{schedule} {P} {M} {V}"] = row | {"bubble": bubbles, "formula": formulas}
+    return {"costs": COSTS, "microbatches": MICROBATCHES, "schedules": found}
 
 
 # Collectives: lab 1's own functions, each rank a thread, every send recorded
@@ -217,7 +314,7 @@ def pipelines():
 
 
 def on_threads(P, function):
-    """function(x, group) on P ranks. Returns [(its result, [(to, sent, received)])] of each.
+    """function(lab, x, group) on P ranks: [(its result, [(to, sent, received)])] of each.
 
     Row c of a rank's x is chunk c, with a 1 in the column that belongs to this rank and this chunk:
     so the numbers of a sum say whose chunks are in it.
@@ -263,23 +360,23 @@ def collectives():
     cells of its result afterwards]: a running sum, or what it has gathered so far.
     """
     data = {name: [] for name in OPERATIONS}
-    for name, operation in OPERATIONS.items():
-        for P in range(2, 9):
-            adding = {"reduce_scatter": P - 1, "all_reduce": P - 1}
-            run = []
-            for result, log in on_threads(P, operation):
-                got = [cells(received, P) for *_, received in log]
-                sent = [cells(x, P) for _, x, _ in log] + [cells(result.reshape(-1, P * P), P)]
-                has = sent[-1].difference(*got) if name in ("all_gather", "all_to_all") else set()
-                steps = [sorted(has)]
-                for i, (to, *_) in enumerate(log):
-                    # What a rank of a ring has added up is what it sends next, or its result.
-                    has = sent[i + 1] if i < adding.get(name, 0) else has | got[i]
-                    if name == "gather_and_add":
-                        has = cells(log[0][1] + sum(received for *_, received in log[: i + 1]), P)
-                    steps.append([to, sorted(sent[i]), sorted(has)])
-                run.append(steps)
-            data[name].append(run)
+    for name, P in product(OPERATIONS, range(2, 9)):
+        run = []
+        for result, log in on_threads(P, OPERATIONS[name]):
+            got = [cells(received, P) for *_, received in log]
+            sent = [cells(x, P) for _, x, _ in log] + [cells(result.reshape(-1, P * P), P)]
+            has = sent[-1].difference(*got) if name in ("all_gather", "all_to_all") else set()
+            steps = [sorted(has)]
+            for i, (to, *_) in enumerate(log):
+                if name == "gather_and_add":
+                    has = cells(log[0][1] + sum(received for *_, received in log[: i + 1]), P)
+                elif i < P - 1 and name in ("reduce_scatter", "all_reduce"):
+                    has = sent[i + 1]  # what a rank has added up it sends next, or it is the result
+                else:
+                    has = has | got[i]
+                steps.append([to, sorted(sent[i]), sorted(has)])
+            run.append(steps)
+        data[name].append(run)
     return data
 
 
@@ -311,8 +408,7 @@ def main():
     for name, make in VIEWS.items():
         data[name] = make() if name in only else data.get(name, {})
     PAGE.write_text(assemble(data))
-    sizes = [f"{name} {len(json.dumps(part)) / 1024:,.0f}" for name, part in data.items()]
-    print(f"{PAGE}: {PAGE.stat().st_size / 1024:,.0f} KiB (data: {', '.join(sizes)})")
+    print(f"{PAGE}: {PAGE.stat().st_size / 1024:,.0f} KiB")
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ function collectivePicture(run, op, step, words) {
 
 // Time against the size of the message, both on logarithmic axes.
 function timeChart(curves, message) {
-  const [width, height, left, bottom] = [440, 270, 52, 236];
+  const [width, height, left, bottom] = [440, 276, 52, 236];
   const times = curves.flatMap(({ time }) => MESSAGES.map(time));
   const [low, high] = [Math.floor(Math.log10(Math.min(...times))), Math.ceil(Math.log10(Math.max(...times)))];
   const x = (n) => left + ((Math.log2(n) - 10) / 20) * (width - left - 28);
