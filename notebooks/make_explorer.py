@@ -86,12 +86,11 @@ class Story:
         found, size = self.steps[step], list(self.full[step]["shapes"][0][1:3])
         holds = found["gradient_holds"] if gradient else found["holds"]
         places = [[0, size[0], 0, size[1]] for _ in range(self.P)]
-        if holds in sp_layout_sim.AXIS:
+        for place, cut in zip(places, found["slices"] if holds in sp_layout_sim.AXIS else []):
             axis = sp_layout_sim.AXIS[holds]
-            for place, cut in zip(places, found["slices"]):
-                place[2 * axis - 2 : 2 * axis] = map(int, cut.split(":"))
-        label = f"gradient of {step}" if gradient else step
-        return self.add(label, holds, size, places, found["shapes"])
+            place[2 * axis - 2 : 2 * axis] = map(int, cut.split(":"))
+        name = f"gradient of {step}" if gradient else step
+        return self.add(name, holds, size, places, found["shapes"])
 
     def move(self, phase, before, after, calls=1, part=(1, 1)):
         """The next exchange. calls: 0 for the second half of an all-reduce: it is one message."""
@@ -109,7 +108,8 @@ class Story:
         size, row = self.tensors[before][2], self.exchanges[0][1][0]
         ends = accumulate((x.shape[1] for x in row), initial=0)
         places = [[*cut, 0, size[1]] for cut in pairwise(ends)]
-        between = self.add("sum", "tokens", size, places, [x.shape for x in row])
+        holds = "shard" if phase == "gradients" else "tokens"
+        between = self.add("sum", holds, size, places, [x.shape for x in row])
         self.move(phase, before, between, 1, (1, 2))
         self.move(phase, between, after, 0, (2, 2))
 
@@ -141,14 +141,16 @@ class Story:
         else:
             self.move(phase, *tensors, 3 if move.startswith("3") else 1)
 
-    def gradients(self):
-        """The all-reduce of what is left: the gradients of replicated weights, in one bucket."""
-        message = sum(message_bytes(name, pieces) for name, pieces, _ in self.exchanges[::2])
-        wire = sum(wire for *_, wire in self.exchanges)
-        what = [1, 1], [[0, 1, 0, 1]] * self.P, [[message // self.P // sp_layout_sim.BF16]] * self.P
-        name = "gradients of replicated weights"
-        tensors = [self.add(name, holds, *what) for holds in ("partial sum", "replicated")]
-        self.moments.append(["gradients", *tensors, "all_reduce", 1, message, wire, [], 1, 1])
+    def gradients(self, weight, shape):
+        """All-reduces of replicated weights' gradients, in one bucket; the first is drawn."""
+        what = [shape[0], 1], [[0, shape[0], 0, 1]] * self.P, [shape] * self.P
+        label = f"gradient of {weight}, and {len(self.exchanges) // 2 - 1} more weights"
+        tensors = [self.add(label, holds, *what) for holds in ("partial sum", "replicated")]
+        self.all_reduce("gradients", *tensors)
+        for i, (collective, pieces, wire) in enumerate(self.exchanges):
+            half = self.moments[i % 2 - 2]
+            half[5] += 0 if i % 2 else message_bytes(collective, pieces)
+            half[6] += wire
 
 
 def layouts():
@@ -160,7 +162,8 @@ def layouts():
         results = sp_layout_sim.run(args)["layouts"]
         full = full or results["tp"]["steps"]  # of 1 rank
         for layout, result in results.items():
-            net = sp_layout_sim.simulate(layout, sp_layout_sim.make_problem(args), P)[-1]
+            problem, first = sp_layout_sim.make_problem(args), "down bias"  # of the gradients
+            _, _, weights, _, _, net = sp_layout_sim.simulate(layout, problem, P)
             story = Story(result["steps"], full, net.exchanges)
             shown = [name for name, step in result["steps"].items() if step["shown"]]
             for before, after in pairwise(shown):
@@ -171,10 +174,9 @@ def layouts():
                     story.move("backward", story.tensor(kept), story.tensor(after))
                 story.step("backward", before, after)
             if story.exchanges:
-                story.gradients()
-            told = {"tensors": story.tensors, "moments": story.moments}
-            told |= {"weights": result["weight_bytes"], "kept": result["kept_bytes"]}
-            data[layout].append(told)
+                story.gradients(first, weights[first][0].shape)
+            told = {"weights": result["weight_bytes"], "kept": result["kept_bytes"]}
+            data[layout].append(told | {"tensors": story.tensors, "moments": story.moments})
     norms = {"norm 1": sp_layout_sim.layer_norm.__doc__, "norm 2": sp_layout_sim.rms_norm.__doc__}
     sizes = "b = {batch}, s = {seq}, h = {hidden}, {heads} heads, f = {ffn}".format(**vars(args))
     note = f"A block of {sizes}, in bfloat16. Shapes are (b, s, h) and so on"
@@ -187,9 +189,8 @@ def layouts():
 MODELS = {"llama-3.2-1b": "Llama 3.2 1B", "llama-3.1-8b": "Llama 3.1 8B"}
 STRATEGIES = ["tp", "sp_megatron", "sp_ulysses", "sp_ulysses --shard-weights", "pp"]
 WAYS = [("block", "chunked"), ("none", "chunked"), ("block", "full")]  # recomputation, loss
-WAYS += [("offload", "chunked"), ("selective", "chunked")]
+WAYS += [("selective", "chunked"), ("offload", "chunked")]
 JOURNAL = HERE.parent / ".oom_search.jsonl"  # oom_search.py's own: what was predicted before
-MIB = 2**20
 SHORTEST, LONGEST = 2048, 2**17  # tokens, a rank; what is longer goes on as a straight line
 EXACT = 0.01  # how far a straight line between two lengths may be from the prediction
 MOST = 142 * 1024  # MiB, no GPU has more
@@ -219,9 +220,8 @@ def memory():
         key = f"{model} {strategy} {world}"
         if key not in steps:
             steps[key] = [ask(rank, "block", "chunked", "adamw", 64) for rank in ranks]
-        curves[f"{key} {recompute} {loss}"] = [
-            curve(world, partial(ask, rank, recompute, loss, "none")) for rank in ranks
-        ]
+        own = [partial(ask, rank, recompute, loss, "none") for rank in ranks]
+        curves[f"{key} {recompute} {loss}"] = [curve(world, ask) for ask in own]
     gpus = {name: gib for name, (gib, capability) in oom_search.GPUS.items() if capability >= 8}
     told = {"models": MODELS, "gpus": gpus, "outside": oom_search.OUTSIDE}
     return told | {"parts": oom_search.PARTS, "curves": curves, "steps": steps}
@@ -233,15 +233,15 @@ def predict(known, model, strategy, world, rank, recompute, loss, optimizer, len
     argv = ["--how", "predicted", "--model", model, "--optimizer", optimizer, "--loss", loss, *own]
     options = oom_search.parse([*argv, "--recompute", recompute])
     case = oom_search.make_case(name, world, rank, length, options)
-    if oom_search.as_key(case) not in known:
+    if (key := oom_search.as_key(case)) not in known:
         with tempfile.TemporaryDirectory() as folder:
             job = oom_search.launch(case, folder, options.timeout)
             while not (result := oom_search.results(job)):
                 time.sleep(0.02)
-        known[oom_search.as_key(case)] = result
+        known[key] = result
         oom_search.append(JOURNAL, {"case": case, "result": result})
-    parts = known[oom_search.as_key(case)]["breakdown"]
-    return [round(parts[part] / MIB, 1) for part in oom_search.PARTS]
+    parts = known[key]["breakdown"]
+    return [round(parts[part] / 2**20, 1) for part in oom_search.PARTS]
 
 
 def curve(world, ask):
@@ -252,8 +252,7 @@ def curve(world, ask):
         middle = round(math.sqrt(a * b) / 512) * 512
         if b < 1.1 * a:
             return
-        share = (middle - a) / (b - a)
-        straight = sum(points[a]) * (1 - share) + sum(points[b]) * share
+        straight = sum(points[a]) + (sum(points[b]) - sum(points[a])) * (middle - a) / (b - a)
         points[middle] = ask(middle)
         if abs(straight / sum(points[middle]) - 1) > EXACT:
             refine(a, middle)
@@ -261,11 +260,10 @@ def curve(world, ask):
 
     *_, a, b = points
     token = (sum(points[b]) - sum(points[a])) / (b - a)  # MiB
-    top = min(LONGEST * world, b + (MOST - sum(points[b])) / token) // 512 * 512
+    top = int(min(LONGEST * world, b + (MOST - sum(points[b])) / token)) // 512 * 512
     if top > b:
-        points[int(top)] = ask(int(top))
-    lengths = sorted(points)
-    for a, b in zip(lengths, lengths[1:]):
+        points[top] = ask(top)
+    for a, b in pairwise(sorted(points)):
         refine(a, b)
     return [[length, *points[length]] for length in sorted(points)]
 
@@ -273,20 +271,16 @@ def curve(world, ask):
 # Pipelines: pp.py's own schedules and simulator
 # --------------------------------------------------------------------------------------------------
 
-COSTS = {  # times of F, B and W, for a rank's layers; attention, without weights, has no W
-    "1:1:1": "no recomputation",
-    "1:2:1": "recomputation in B",
-    "2:3:1": "much attention",
-    "1:1:2": "W longest",
-}
+# Times of F, B and W, for a rank's layers; attention, without weights, has no W
+COSTS = {"1:1:1": "all kept", "1:2:1": "recomputed", "2:3:1": "much attention", "1:1:2": "long W"}
 MICROBATCHES = [1, 2, 3, 4, 6, 8, 12, 16]
 
 
 def pipelines():
     """What each rank does, in order, of every schedule; bubbles of all COSTS, as pp.py finds them.
 
-    An action is a number: ((microbatch * V) + which of the rank's stages) * 3 + which of F, B, W.
-    The order does not depend on the costs: the page runs the clock of pp.simulate().
+    F5.2: forward of stage 5 on microbatch 2. The order does not depend on the costs: the page runs
+    the clock of pp.simulate().
     """
     found = {}
     for schedule, P, M in product(pp.SCHEDULES, range(2, 9), MICROBATCHES):
@@ -300,12 +294,10 @@ def pipelines():
                 bubbles.append(round(pp.bubble(rows, P), 6))
                 formula = pp.bubble_formula(schedule, P, M, V, *cost.values())
                 formulas.append(formula and round(formula, 6))  # None: no closed form
-            orders = [
-                [(a.microbatch * V + a.stage // P) * 3 + "FBW".index(a.kind) for a in actions]
-                for actions in ranks
-            ]
-            row = {"orders": orders, "in_flight": [pp.most_in_flight(a) for a in ranks]}
-            found[f"{schedule} {P} {M} {V}"] = row | {"bubble": bubbles, "formula": formulas}
+            row = {"bubble": bubbles, "formula": formulas}
+            row["in_flight"] = [pp.most_in_flight(actions) for actions in ranks]
+            row["orders"] = [" ".join(f"{k}{stage}.{m}" for k, stage, m in a) for a in ranks]
+            found[f"{schedule} {P} {M} {V}"] = row
     return {"costs": COSTS, "microbatches": MICROBATCHES, "schedules": found}
 
 
@@ -316,8 +308,7 @@ def pipelines():
 def on_threads(P, function):
     """function(lab, x, group) on P ranks: [(its result, [(to, sent, received)])] of each.
 
-    Row c of a rank's x is chunk c, with a 1 in the column that belongs to this rank and this chunk:
-    so the numbers of a sum say whose chunks are in it.
+    Row c of a rank's x is chunk c: zeros, and a 1 in a column that belongs to this rank and chunk.
     """
     mail = {pair: Queue() for pair in product(range(P), repeat=2)}
 
@@ -329,9 +320,8 @@ def on_threads(P, function):
             log.append((to, x, mail[source, rank].get(timeout=60)))
             return log[-1][2]
 
-        lab = load(LABS / "lab1_collectives.py")  # its own, with an exchange between threads
-        lab.exchange = exchange
-        group = SimpleNamespace(rank=lambda: rank, size=lambda: P)
+        lab, group = load(LABS / "lab1_collectives.py"), SimpleNamespace(rank=lambda: rank)
+        lab.exchange, group.size = exchange, lambda: P  # each rank has a lab with its own exchange
         return function(lab, torch.eye(P * P)[rank * P : (rank + 1) * P], group), log
 
     with ThreadPoolExecutor(P) as ranks:
@@ -392,11 +382,8 @@ def assemble(data):
     """explorer.html's text."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
     scripts = [(PARTS / name).read_text() for name in SCRIPTS if (PARTS / name).exists()]
-    parts = {
-        "css": (PARTS / "page.css").read_text().strip(),
-        "js": "\n".join(scripts).strip(),
-        "data": text.replace("<", r"\u003c"),  # nothing in it may look like the element's end
-    }
+    parts = {"css": (PARTS / "page.css").read_text().strip(), "js": "\n".join(scripts).strip()}
+    parts["data"] = text.replace("<", r"\u003c")  # nothing in it may look like the element's end
     return re.sub(r"\{(css|js|data)\}", lambda m: parts[m[1]], (PARTS / "page.html").read_text())
 
 

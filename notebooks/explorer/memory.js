@@ -163,7 +163,7 @@ function contest(state, set) {
   const short = { plain: "plain, 1 GPU", tp: "TP", sp_megatron: "SP", sp_ulysses: "Ulysses", pp: "PP" };
   const chosen = settingOf(state);
   return html("div", {},
-    html("h2", {}, "The longest that fits, by strategy"),
+    html("h2", {}, `The longest that fits on ${state.P} ranks`),
     rows.map(({ strategy, shard, setting, longest }) =>
       html("button", {
         type: "button", class: "row", onclick: () => set({ strategy, ...(strategy === "sp_ulysses" ? { shard } : {}) }),

@@ -18,18 +18,21 @@ function needs({ kind, stage, microbatch }, stages) {
   return [`F ${stage} ${microbatch}`, ...below];
 }
 
-// [{rank, kind, stage, microbatch, begin, end}] of every rank's order of actions; time: of each kind
-function replay(orders, V, time) {
+// [{rank, kind, stage, microbatch, begin, end}] of every rank's order of actions, "F0.0 F0.1 B0.0";
+// time: of each kind
+function replay(orders, stages, time) {
   const P = orders.length;
+  const todo = orders.map((order) => order.split(" ").map((name) => {
+    const [stage, microbatch] = name.slice(1).split(".").map(Number);
+    return { kind: name[0], stage, microbatch };
+  }));
   const [next, clock, ended, rows] = [Array(P).fill(0), Array(P).fill(0), new Map(), []];
   for (let moved = true; moved; ) {
     moved = false;
-    orders.forEach((order, rank) => {
-      for (; next[rank] < order.length; next[rank]++) {
-        const code = order[next[rank]];
-        const place = Math.floor(code / 3);
-        const action = { kind: "FBW"[code % 3], stage: (place % V) * P + rank, microbatch: Math.floor(place / V) };
-        const needed = needs(action, P * V);
+    todo.forEach((actions, rank) => {
+      for (; next[rank] < actions.length; next[rank]++) {
+        const action = actions[next[rank]];
+        const needed = needs(action, stages);
         if (!needed.every((name) => ended.has(name))) break;
         const begin = Math.max(clock[rank], ...needed.map((name) => ended.get(name)));
         const end = begin + time[action.kind];
@@ -105,21 +108,22 @@ function timeline(rows, { P, M, V, clock, unit, follow, most, last, words }, set
       `from ${forwards(begin, unit)} to ${forwards(end, unit)} forwards`;
     const state = begin >= clock ? "later" : end > clock ? "runs" : "done";
     const other = follow >= 0 && follow !== microbatch ? " other" : "";
-    const fits = box.width >= 8.5 * String(microbatch).length;
+    const size = Math.min(13, (1.35 * box.width) / String(microbatch).length); // of a letter
     return svg("g", { class: `cell ${state}${other}`, ...tip(explain, false), onclick: () => set({ follow: follow === microbatch ? -1 : microbatch }) },
       svg("rect", { ...box, fill: `url(#${kind})`, opacity: 1 - (0.6 * Math.floor(stage / P)) / V }),
-      fits ? svg("text", { x: box.x + box.width / 2, y: box.y + box.height / 2 + 4.5 }, microbatch) : null);
+      size < 8.5 ? null : svg("text", { x: box.x + box.width / 2, y: box.y + box.height / 2 + 4.5, style: `font-size: ${size}px` }, microbatch));
   });
   const widest = Math.max(...most);
   const ranks = [...Array(P).keys()].map((rank) => {
     const y = 8 + rank * high;
     const held = inFlight(rows, rank, clock, last);
     const told = `rank ${rank} holds the activations of ${held} now, of ${most[rank]} at most`;
+    const label = clock < total ? `${held} of ${most[rank]}` : `at most ${most[rank]}`;
     const bar = (n, kind) => svg("rect", { x: width - right + 14, y: y + high / 2 - 8, width: (90 * n) / widest, height: 16, class: kind });
     const flight = narrow
-      ? svg("text", { x: 0, y: y + high / 2 + 15, class: "small" }, `${held} of ${most[rank]}`)
+      ? svg("text", { x: 0, y: y + high / 2 + 15, class: "small" }, label)
       : svg("g", tip(told, false), bar(most[rank], "outline"), bar(held, "flying"),
-          svg("text", { x: width - right + 22 + (90 * most[rank]) / widest, y: y + high / 2 + 5, class: "small" }, `${held} of ${most[rank]}`));
+          svg("text", { x: width - right + 22 + (90 * most[rank]) / widest, y: y + high / 2 + 5, class: "small" }, label));
     const row = svg("rect", { x: left, y: y + 3, width: width - left - right, height: high - 6, class: "wait" });
     return svg("g", {}, row, svg("text", { x: 0, y: y + high / 2 + (narrow ? 0 : 5), class: "rank" }, `rank ${rank}`), flight);
   });
@@ -128,7 +132,7 @@ function timeline(rows, { P, M, V, clock, unit, follow, most, last, words }, set
     svg("text", { x: x(i * step * unit), y: bottom + 16, class: "small", "text-anchor": "middle" }, i * step));
   const line = svg("line", { x1: x(clock), x2: x(clock), y1: 4, y2: bottom + 3, class: "now" });
   const axis = svg("text", { x: narrow ? left : x(total) + 14, y: bottom + (narrow ? 34 : 16), class: "small" },
-    narrow ? "time in forwards of a rank's layers" : "in flight: now, of at most");
+    narrow ? "time in forwards of a rank's layers" : "in flight");
   const drawn = picture(width, bottom + (narrow ? 40 : 24), words, actionPatterns(), ranks, cells, clock < total ? line : null, marks, axis);
   if (narrow) drawn.setAttribute("style", `min-width: ${width}px`);
   return html("div", { class: "scroll" }, drawn);
@@ -159,7 +163,7 @@ view({
     const V = schedule === "interleaved" ? state.V : 1;
     const found = DATA.pipelines.schedules[`${schedule} ${P} ${M} ${V}`];
     const time = actionTimes(schedule, costs);
-    const rows = replay(found.orders, V, time);
+    const rows = replay(found.orders, P * V, time);
     const total = Math.max(...rows.map((row) => row.end));
     if (state.step >= total) state.step = END; // so that a longer timeline is done, too
     const [clock, unit] = [Math.min(state.step, total), V * time.F];
