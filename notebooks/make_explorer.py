@@ -3,8 +3,7 @@
     python notebooks/make_explorer.py                         # all four views
     python notebooks/make_explorer.py --only layouts          # these; the others' data stay
 
-The page computes no layout, memory or schedule: all of that comes from the scripts that it is
-about, which run here.
+The page computes no layout, memory or schedule: the scripts that it is about run here.
 """
 
 import argparse
@@ -116,15 +115,15 @@ class Story:
     def ring(self, phase, sends):
         """Keys and values go round, in the backward by turns with their gradients."""
         *_, size, homes, shapes, _ = self.tensors[self.tensor("qkv")]
+        both = [[*shape[:3], 2, shape[4]] for shape in shapes]
         for i in range(sends):
             gradients, turn = (i % 2 == 0, i // 2) if phase == "backward" else (False, i)
             name = "gradients of keys and values" if gradients else "keys and values"
             tensors = []
             for turns in (turn, turn + 1):
                 owners = [(r - turns) % self.P for r in range(self.P)]
-                both = [[*shapes[owner][:3], 2, shapes[owner][4]] for owner in owners]
-                places = [homes[owner] for owner in owners]
-                tensors.append(self.add(name, "tokens", size, places, both, owners))
+                here = [homes[r] for r in owners], [both[r] for r in owners], owners
+                tensors.append(self.add(name, "tokens", size, *here))
             self.move(phase, *tensors, 1, (i + 1, sends))
 
     def step(self, phase, before, after):
@@ -177,10 +176,7 @@ def layouts():
                 story.gradients(first, weights[first][0].shape)
             told = {"weights": result["weight_bytes"], "kept": result["kept_bytes"]}
             data[layout].append(told | {"tensors": story.tensors, "moments": story.moments})
-    norms = {"norm 1": sp_layout_sim.layer_norm.__doc__, "norm 2": sp_layout_sim.rms_norm.__doc__}
-    sizes = "b = {batch}, s = {seq}, h = {hidden}, {heads} heads, f = {ffn}".format(**vars(args))
-    note = f"A block of {sizes}, in bfloat16. Shapes are (b, s, h) and so on"
-    return {"runs": data, "words": norms, "note": f"{note}: sp_layout_sim.py says more."}
+    return {"runs": data, "block": vars(args)}
 
 
 # What fills the memory: predictions of oom_search.py
@@ -391,9 +387,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=VIEWS, default=list(VIEWS), metavar="VIEW")
     only = parser.parse_args().only
-    data = embedded(PAGE) if PAGE.exists() else {}
-    for name, make in VIEWS.items():
-        data[name] = make() if name in only else data.get(name, {})
+    old = embedded(PAGE) if PAGE.exists() else {}
+    data = {name: make() if name in only else old.get(name) for name, make in VIEWS.items()}
     PAGE.write_text(assemble(data))
     print(f"{PAGE}: {PAGE.stat().st_size / 1024:,.0f} KiB")
 

@@ -11,6 +11,7 @@ const HOLDS = {
   tokens: "own tokens",
   heads: "own heads",
   features: "own features",
+  shard: "own shard",
   replicated: "replicated",
   "partial sum": "partial sum",
 };
@@ -95,10 +96,10 @@ function pathOf(moments, step, set) {
 }
 
 // What happens in a moment, in words.
-function layoutWords(moment, tensors, words, P) {
+function layoutWords(moment, tensors, P) {
   const [phase, before, after, collective, , , wire, , k, of] = moment;
   const [a, b] = [tensors[before], tensors[after]];
-  if (!collective) return `${a[0]} to ${b[0]}: each rank by itself, nothing is sent. ${words[b[0]] ?? ""}`;
+  if (!collective) return `${a[0]} to ${b[0]}: each rank by itself, nothing is sent.`;
   const turn = of > 1 ? ` (${k} of ${of})` : "";
   const what = `${a[0]}, ${HOLDS[a[1]]}, becomes ${a[0] === b[0] ? "" : `${b[0]}, `}${HOLDS[b[1]]}`;
   const moved = collective === "send" ? `${a[0]} move on to the next rank` : what;
@@ -189,8 +190,9 @@ view({
     const told = run.moments.slice(0, step);
     const total = (column) => told.reduce((sum, moment) => sum + moment[column], 0);
     const phase = step === 0 ? "" : { forward: "Forward", backward: "Backward", gradients: "End of the step" }[moment[0]];
+    const { batch, seq, hidden, heads, ffn } = DATA.layouts.block;
     const first = run.tensors[run.moments[0][1]];
-    const words = step === 0 ? `x comes in, ${HOLDS[first[1]]}.` : `${phase}, ${layoutWords(moment, run.tensors, DATA.layouts.words, P)}`;
+    const words = step === 0 ? `x comes in, ${HOLDS[first[1]]}.` : `${phase}, ${layoutWords(moment, run.tensors, P)}`;
     say(words);
     root.append(
       html("div", { class: "controls" },
@@ -206,6 +208,7 @@ view({
         figure(bytes(total(6) / P), "wire bytes so far, a rank"),
         figure(bytes(run.weights[0]), "weights on rank 0"),
         figure(bytes(run.kept[0]), "kept by rank 0 for the backward")),
-      html("p", { class: "note" }, DATA.layouts.note));
+      html("p", { class: "note" },
+        `A block of b = ${batch}, s = ${seq}, h = ${hidden}, ${heads} heads, f = ${ffn}, in bfloat16; shapes are (b, s, h) and so on. A run of sp_layout_sim.py.`));
   },
 });
