@@ -158,6 +158,27 @@ def test_broken_fragments(browser, wrong):
 
 
 @pytest.mark.slow
+def test_links_from_the_notes_name_moments(browser):
+    """Each word of a link is one that the page understands, and its step is there."""
+    texts = [file.read_text() for file in (*ROOT.glob("*/*.md"), *PAGE.parent.glob("*.ipynb"))]
+    links = re.findall(r"explorer\.html#([^)\s]+)\)", " ".join(texts))
+    assert len(links) > 15
+    with opened(browser, "layouts") as tab:
+        for link in sorted(set(links)):
+            view, *words = link.split("&")
+            tab.evaluate("to => { location.hash = to }", f"#{link}")
+            wait(tab, f"current.id === '{view}' && document.querySelector('main svg.picture')")
+            for word in words:
+                key, value = (
+                    word.split("=") if "=" in word else (tab.evaluate("current.bare"), word)
+                )
+                assert str(tab.evaluate(f"state.{key}")) == value, link
+            if "step=" in link:
+                told = tab.locator(".player output").inner_text()
+                assert f"step {link.split('step=')[1]} of" in told, link
+
+
+@pytest.mark.slow
 def test_pieces_travel_unless_motion_is_unwelcome(browser):
     moving = "document.getAnimations().filter(a => a.animationName === 'travel').length"
     for view in ("layouts&sp&step=2", "collectives&step=2"):
