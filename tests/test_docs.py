@@ -75,7 +75,8 @@ def test_links_resolve(path):
         if not file.startswith("http"):
             there = path.parent / file if file else path
             assert there.exists(), target
-            assert not anchor or anchor in anchors(there), target
+            explorer = there.suffix == ".html"  # test_explorer.py opens its links
+            assert not anchor or explorer or anchor in anchors(there), target
 
 
 @EACH_DOC

@@ -1,0 +1,241 @@
+// Memory: what fills it during a training step, by length. All points are predictions of
+// oom_search.py; between two lengths lies a straight line, and so it does beyond the last.
+
+const STRATEGY_NAMES = {
+  plain: "plain: one GPU",
+  tp: "TP: tensor parallelism",
+  sp_megatron: "SP: Megatron's",
+  sp_ulysses: "SP: Ulysses",
+  pp: "PP: pipeline parallelism",
+};
+const RECOMPUTE_NAMES = {
+  none: "none: all is kept",
+  selective: "selective",
+  block: "block: of each layer",
+  offload: "block, and offload",
+};
+const LOSS_NAMES = { chunked: "chunked logits", full: "full logits" };
+const OPTIMIZER_NAMES = { none: "none", adamw: "AdamW", "adamw-host": "AdamW on the host" };
+const SHARD_NAMES = { no: "replicated", yes: "sharded" };
+const GPU_NAMES = { rtx4090: "RTX 4090", "a100-40": "A100 40 GB", "a100-80": "A100 80 GB", h100: "H100", h200: "H200" };
+const PART_COLOURS = ["rank0", "rank1", "rank7", "rank2", "rank3", "rank4", "rank5", "rank6"];
+const LENGTHS = [...Array(89).keys()].map((i) => Math.round(2 ** (11 + i / 8) / 512) * 512);
+const SHORTEST = LENGTHS[0];
+const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
+const gib = (mib) => `${(mib / 1024).toFixed(mib < 10240 ? 2 : 1)} GiB`;
+
+// The setting that the state comes to: some strategies leave no choice
+function settingOf(state) {
+  const { strategy } = state;
+  const P = strategy === "plain" ? 1 : state.P;
+  const loss = strategy === "plain" ? "full" : state.loss;
+  const shard = strategy === "sp_ulysses" ? state.shard : "no";
+  const key = `${state.model} ${strategy}${shard === "yes" ? " --shard-weights" : ""} ${P}`;
+  const ways = Object.keys(RECOMPUTE_NAMES).filter((way) => `${key} ${way} ${loss}` in DATA.memory.curves);
+  const recompute = ways.includes(state.recompute) ? state.recompute : "block";
+  return { ...state, P, loss, shard, recompute, ways, key };
+}
+
+// MiB that the allocator has: of a card it has less where there are peers
+function roomOf({ gpu, strategy, P }) {
+  const kind = P === 1 ? "one rank" : strategy === "sp_ulysses" ? "all-to-all" : "several";
+  return (DATA.memory.gpus[gpu] - DATA.memory.outside[kind]) * 1024;
+}
+
+// The parts at a length, from [[length, ...parts], ...]
+function along(curve, length) {
+  const after = curve.findIndex(([at]) => at >= length);
+  const i = after < 0 ? curve.length - 1 : Math.max(1, after);
+  const [[a, ...below], [b, ...above]] = [curve[i - 1], curve[i]];
+  const parts = below.map((part, j) => part + ((above[j] - part) * (length - a)) / (b - a));
+  const some = parts.map((part) => Math.max(0, part)); // far beyond the last length one may be below 0
+  return some.map((part) => (part * sum(parts)) / sum(some));
+}
+
+// MiB of each part at the peak, of the rank that needs most, and when it comes
+function peakOf({ key, recompute, loss, optimizer }, length) {
+  const moments = DATA.memory.curves[`${key} ${recompute} ${loss}`].flatMap((curve, i) => {
+    const parts = along(curve, length);
+    if (optimizer !== "adamw") return [{ parts, moment: "forward or backward" }];
+    const step = DATA.memory.steps[key][i]; // takes as much, however long the sequence is
+    const state = DATA.memory.parts.indexOf("optimizer state");
+    parts[state] = step[state];
+    return [{ parts, moment: "forward or backward" }, { parts: step, moment: "the optimizer's step" }];
+  });
+  const peaks = moments.map((moment) => ({ ...moment, peak: sum(moment.parts) }));
+  return peaks.reduce((most, moment) => (moment.peak > most.peak ? moment : most));
+}
+
+// The longest length that fits, a multiple of 512 tokens; 0: not even the shortest
+function longestOf(setting) {
+  const fits = (length) => peakOf(setting, length).peak <= roomOf(setting);
+  let [low, high] = [SHORTEST / 512, 2 ** 16];
+  if (!fits(SHORTEST)) return 0;
+  while (high - low > 1) {
+    const middle = Math.floor((low + high) / 2);
+    [low, high] = fits(middle * 512) ? [middle, high] : [low, middle];
+  }
+  return low * 512;
+}
+
+const tokens = (n) => (n ? `${count(n)} tokens` : `not even ${count(SHORTEST)}`);
+
+// The bar: what fills the memory, and the limit
+function memoryBar(setting, found) {
+  const narrow = NARROW.matches;
+  const [width, high, top] = narrow ? [366, 44, 22] : [1240, 56, 24];
+  const [room, card] = [roomOf(setting), DATA.memory.gpus[setting.gpu] * 1024];
+  const x = (mib) => Math.min(width, (mib / (1.25 * card)) * width);
+  let from = 0;
+  const parts = found.parts.map((part, i) => {
+    const [begin, end] = [x(from), x((from += part))];
+    const name = DATA.memory.parts[i];
+    const fits = end - begin > 8.2 * name.length;
+    return svg("g", tip(`${name}: ${gib(part)}`, false),
+      svg("rect", { x: begin, y: top, width: end - begin, height: high, fill: `var(--${PART_COLOURS[i]})`, class: "held" }),
+      svg("text", { x: (begin + end) / 2, y: top + high / 2 + 5, class: "onpart" }, fits ? name : ""));
+  });
+  const outside = svg("rect", { x: x(room), y: top, width: x(card) - x(room), height: high, class: "outside" });
+  const limit = svg("line", { x1: x(room), x2: x(room), y1: top - 6, y2: top + high + 6, class: "limit" });
+  const name = svg("text", { x: x(room) - 6, y: 14, "text-anchor": "end", class: "small" }, `limit ${gib(room)}`);
+  const free = svg("rect", { x: 0, y: top, width: x(room), height: high, class: "outline" });
+  const space = room - found.peak;
+  const left = svg("text", { x: (x(found.peak) + x(room)) / 2, y: top + high / 2 + 5, "text-anchor": "middle", class: "small" },
+    x(space) > 90 ? `${gib(space)} free` : "");
+  const beyond = svg("text", { x: width, y: 14, "text-anchor": "end", class: "small" }, found.peak > 1.25 * card ? `on to ${gib(found.peak)} ▸` : "");
+  const words = `${gib(found.peak)} of ${gib(room)}: ` + found.parts.map((part, i) => `${DATA.memory.parts[i]} ${gib(part)}`).join(", ");
+  const explain = `${gib(card - room)} of the GPU's ${gib(card)} are for what lies outside the allocator: the CUDA context, cuBLAS, NCCL`;
+  return picture(width, top + high + 8, words, free, left, svg("g", tip(explain, false), outside), parts, limit, name, beyond);
+}
+
+// Peak against length, as areas of what fills it; the present length as a line
+function memoryChart(setting, found, longest, set) {
+  const narrow = NARROW.matches;
+  const [width, height, left, bottom] = narrow ? [366, 240, 34, 40] : [760, 300, 44, 42];
+  const room = roomOf(setting);
+  const most = Math.max(1.3 * longest, 1.08 * setting.length, 16384);
+  const top = 1.2 * room;
+  const x = (length) => left + ((width - left - 8) * length) / most;
+  const y = (mib) => 8 + (height - bottom - 8) * (1 - mib / top);
+  const curves = DATA.memory.curves[`${setting.key} ${setting.recompute} ${setting.loss}`];
+  const knees = curves.flatMap((curve) => curve.map(([length]) => length)).filter((length) => length < most);
+  const grid = [...Array(61).keys()].map((i) => SHORTEST + ((most - SHORTEST) * i) / 60);
+  const lengths = [...new Set([...knees, ...grid])].sort((a, b) => a - b);
+  const stacks = lengths.map((length) => {
+    let height = 0;
+    return [0, ...peakOf(setting, length).parts.map((part) => (height += part))];
+  });
+  const areas = DATA.memory.parts.map((name, i) => {
+    const line = (level) => lengths.map((length, k) => `${x(length).toFixed(1)} ${y(stacks[k][level]).toFixed(1)}`);
+    return svg("path", { d: `M${line(i + 1).join("L")}L${line(i).reverse().join("L")}Z`, fill: `var(--${PART_COLOURS[i]})`, ...tip(name, false) });
+  });
+  const round = [1, 2, 5].flatMap((n) => [...Array(8).keys()].map((e) => n * 10 ** e)).sort((a, b) => a - b);
+  const unit = round.find((n) => (n * 1024) / top > 0.17);
+  const levels = [...Array(Math.floor(top / 1024 / unit) + 1).keys()].map((i) => [
+    svg("line", { x1: left, x2: width - 8, y1: y(i * unit * 1024), y2: y(i * unit * 1024), class: "grid" }),
+    svg("text", { x: left - 6, y: y(i * unit * 1024) + 4, "text-anchor": "end", class: "small" }, i * unit)]);
+  const stride = round.find((n) => (n * 1024) / most > (narrow ? 0.24 : 0.12));
+  const marks = [...Array(Math.floor(most / 1024 / stride) + 1).keys()].map((i) =>
+    svg("text", { x: x(i * stride * 1024), y: height - bottom + 16, "text-anchor": "middle", class: "small" }, i ? `${count(i * stride)} Ki` : "0"));
+  const limit = svg("line", { x1: left, x2: width - 8, y1: y(room), y2: y(room), class: "limit" });
+  const here = svg("line", { x1: x(setting.length), x2: x(setting.length), y1: 4, y2: height - bottom, class: "now" });
+  const dot = svg("circle", { cx: x(setting.length), cy: Math.max(8, y(found.peak)), r: 6, class: "here" });
+  const far = longest ? svg("circle", { cx: x(longest), cy: y(room), r: 5, class: "far", ...tip(`the longest that fits: ${tokens(longest)}`, false) }) : null;
+  const axis = svg("text", { x: width - 8, y: height - 6, "text-anchor": "end", class: "small" }, `tokens in the sequence (1 Ki = 1,024); GiB`);
+  const onclick = (event) => {
+    const box = event.currentTarget.getBoundingClientRect();
+    const asked = ((event.clientX - box.left) / box.width * width - left) / (width - left - 8) * most;
+    set({ length: Math.max(SHORTEST, Math.min(LENGTHS.at(-1), Math.round(asked / 512) * 512)) });
+  };
+  const words = `Peak memory against the length: at ${tokens(setting.length)} ${gib(found.peak)}; the limit of ${gib(room)} is met at ${tokens(longest)}.`;
+  const drawn = picture(width, height, words, levels, areas, limit, far, here, dot, marks, axis);
+  return fill(drawn, { onclick }, []);
+}
+
+// The longest length that fits, of all strategies in this setting
+function contest(state, set) {
+  const rows = Object.keys(STRATEGY_NAMES).flatMap((strategy) =>
+    (strategy === "sp_ulysses" ? ["no", "yes"] : ["no"]).map((shard) => {
+      const setting = settingOf({ ...state, strategy, shard });
+      return { strategy, shard, setting, longest: longestOf(setting) };
+    }));
+  const most = Math.max(1, ...rows.map((row) => row.longest));
+  const short = { plain: "plain, 1 GPU", tp: "TP", sp_megatron: "SP", sp_ulysses: "Ulysses", pp: "PP" };
+  const chosen = settingOf(state);
+  return html("div", {},
+    html("h2", {}, `The longest that fits on ${state.P} ranks`),
+    rows.map(({ strategy, shard, setting, longest }) =>
+      html("button", {
+        type: "button", class: "row", onclick: () => set({ strategy, ...(strategy === "sp_ulysses" ? { shard } : {}) }),
+        "aria-pressed": strategy === state.strategy && shard === chosen.shard ? "true" : "false",
+      },
+        html("span", {}, `${short[strategy]}${shard === "yes" ? ", sharded weights" : ""}${setting.recompute === chosen.recompute ? "" : `, ${setting.recompute}`}`),
+        html("b", {}, longest ? count(longest) : "none"),
+        html("i", { style: `width: ${(100 * longest) / most}%` }))));
+}
+
+function partKeys(found) {
+  return html("div", { class: "legend" }, DATA.memory.parts.map((name, i) =>
+    found.parts[i] < 0.5 ? null : html("span", {},
+      svg("svg", { viewBox: "0 0 26 16", "aria-hidden": "true" }, svg("rect", { width: 26, height: 16, fill: `var(--${PART_COLOURS[i]})` })),
+      `${name} ${gib(found.parts[i])}`)));
+}
+
+view({
+  id: "memory",
+  title: "Memory",
+  lead: "What fills a GPU's memory at the peak of a training step, and how long a sequence it can take.",
+  bare: "strategy",
+  state: {
+    strategy: "sp_megatron", model: "llama-3.1-8b", gpu: "h100", P: 4, length: 131072, recompute: "block",
+    loss: "chunked", optimizer: "adamw", shard: "no",
+  },
+  values: {
+    strategy: Object.keys(STRATEGY_NAMES), model: Object.keys(DATA.memory.models), gpu: Object.keys(DATA.memory.gpus),
+    P: [2, 4, 8], recompute: Object.keys(RECOMPUTE_NAMES), loss: Object.keys(LOSS_NAMES),
+    optimizer: Object.keys(OPTIMIZER_NAMES), shard: Object.keys(SHARD_NAMES),
+  },
+  draw(root, state, set) {
+    state.length = Math.min(LENGTHS.at(-1), Math.max(SHORTEST, state.length));
+    const setting = settingOf(state);
+    const found = peakOf(setting, state.length);
+    const [room, longest, plain] = [roomOf(setting), longestOf(setting), state.strategy === "plain"];
+    const fits = found.peak <= room;
+    const offered = (names, wanted) => Object.fromEntries(Object.entries(names).filter(([name]) => wanted.includes(name)));
+    const gpus = Object.entries(DATA.memory.gpus).map(([name, size]) => [name, `${GPU_NAMES[name] ?? name}: ${size} GiB`]);
+    const words = `${tokens(state.length)} take ${gib(found.peak)} of the allocator's ${gib(room)}: ` +
+      `${fits ? "fits" : `${gib(found.peak - room)} too many`}. The peak comes in ${found.moment}.`;
+    const why = [
+      plain ? "Plain is Hugging Face's own model and loss on one GPU: all logits at once." : null,
+      setting.recompute !== state.recompute ? `Recomputation ${state.recompute} is not among the predictions here: block is shown.` : null,
+      "One sequence (a batch of 1, so PP has one microbatch), bfloat16, flash attention, of the rank that needs most.",
+      "Predictions of oom_search.py; the T4 has no flash attention and is not among these GPUs.",
+    ];
+    const kept = {
+      none: "All activations are kept.",
+      selective: "Selective recomputation keeps what is slow to compute: attention, q, k, v, gate and up.",
+      block: "Of each layer only the input is kept; the backward computes the layer again.",
+      offload: "Of each layer only the input is kept, in the host's memory; the backward computes the layer again.",
+    };
+    why.unshift(kept[setting.recompute]);
+    say(words);
+    root.append(
+      html("div", { class: "controls dense" },
+        choice("Model", "model", DATA.memory.models),
+        choice("GPU", "gpu", Object.fromEntries(gpus)),
+        choice("Strategy", "strategy", STRATEGY_NAMES),
+        plain ? null : slider("Ranks", "P", [2, 4, 8]),
+        state.strategy === "sp_ulysses" ? choice("Weights", "shard", SHARD_NAMES) : null,
+        choice("Recomputation", "recompute", offered(RECOMPUTE_NAMES, setting.ways)),
+        plain ? null : choice("Loss", "loss", LOSS_NAMES),
+        choice("Optimizer", "optimizer", OPTIMIZER_NAMES),
+        html("div", { class: "long" }, slider("Sequence length", "length", LENGTHS, () => tokens(state.length)))),
+      html("p", { class: `words ${fits ? "" : "over"}` }, words),
+      memoryBar(setting, found),
+      partKeys(found),
+      html("div", { class: "beside" },
+        html("div", {}, html("h2", {}, `Longest that fits: ${tokens(longest)}`), memoryChart(setting, found, longest, set)),
+        contest(state, set)),
+      html("p", { class: "note" }, why.filter(Boolean).join(" ")));
+  },
+});

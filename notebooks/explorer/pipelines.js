@@ -1,0 +1,200 @@
+// Pipelines: what every rank does when. The orders are those of pp.py's schedules; the clock here is
+// that of pp.simulate(): an action begins when its rank is free and what it needs has ended.
+
+const SCHEDULE_NAMES = {
+  afab: "all forward, all backward (GPipe)",
+  "1f1b": "1F1B",
+  interleaved: "interleaved 1F1B",
+  zb: "Zero Bubble (ZB-H1)",
+};
+const ACTION_NAMES = { F: "forward", B: "backward", W: "gradients of weights" };
+const END = 9999; // a clock beyond every end: all is done
+
+// What an action needs, by name: as pp.needs(), messages take no time
+function needs({ kind, stage, microbatch }, stages) {
+  if (kind === "F") return stage > 0 ? [`F ${stage - 1} ${microbatch}`] : [];
+  if (kind === "W") return [`B ${stage} ${microbatch}`];
+  const below = stage < stages - 1 ? [`B ${stage + 1} ${microbatch}`] : [];
+  return [`F ${stage} ${microbatch}`, ...below];
+}
+
+// [{rank, kind, stage, microbatch, begin, end}] of every rank's order of actions, "F0.0 F0.1 B0.0";
+// time: of each kind
+function replay(orders, stages, time) {
+  const P = orders.length;
+  const todo = orders.map((order) => order.split(" ").map((name) => {
+    const [stage, microbatch] = name.slice(1).split(".").map(Number);
+    return { kind: name[0], stage, microbatch };
+  }));
+  const [next, clock, ended, rows] = [Array(P).fill(0), Array(P).fill(0), new Map(), []];
+  for (let moved = true; moved; ) {
+    moved = false;
+    todo.forEach((actions, rank) => {
+      for (; next[rank] < actions.length; next[rank]++) {
+        const action = actions[next[rank]];
+        const needed = needs(action, stages);
+        if (!needed.every((name) => ended.has(name))) break;
+        const begin = Math.max(clock[rank], ...needed.map((name) => ended.get(name)));
+        const end = begin + time[action.kind];
+        clock[rank] = end;
+        ended.set(`${action.kind} ${action.stage} ${action.microbatch}`, end);
+        rows.push({ rank, ...action, begin, end });
+        moved = true;
+      }
+    });
+  }
+  return rows;
+}
+
+// Of the costs F:B:W of a rank's layers; a schedule without W has it in B. In units of 1 / V.
+function actionTimes(schedule, costs) {
+  const [F, B, W] = costs.split(":").map(Number);
+  return schedule === "zb" ? { F, B, W } : { F, B: B + W };
+}
+
+// (stage, microbatch) pairs of a rank whose activations it holds at that time
+function inFlight(rows, rank, time, last) {
+  const own = rows.filter((row) => row.rank === rank);
+  const begun = own.filter((row) => row.kind === "F" && row.begin <= time).length;
+  return begun - own.filter((row) => row.kind === last && row.end <= time).length;
+}
+
+// The closed form as people know it, where it holds
+function formulaWords(schedule, P, M, V, costs) {
+  const [F, B, W] = costs.split(":");
+  if (schedule === "afab" || schedule === "1f1b") return `(P − 1) / (M + P − 1) = ${P - 1} / ${M + P - 1}`;
+  if (M < P) return "";
+  if (schedule === "interleaved") return `(P − 1) / (V M + P − 1) = ${P - 1} / ${V * M + P - 1}`;
+  return F === B && B === W ? `(P − 1) / (3 M + P − 1) = ${P - 1} / ${3 * M + P - 1}` : "";
+}
+
+const percent = (x) => (x === null ? "none" : `${(100 * x).toFixed(1)}%`);
+const forwards = (time, unit) => `${+(time / unit).toFixed(2)}`;
+
+function timelineKeys(kinds, V) {
+  const key = (fill, words) =>
+    html("span", {}, svg("svg", { viewBox: "0 0 26 16", "aria-hidden": "true" }, svg("rect", { width: 26, height: 16, fill })), words);
+  return html("div", { class: "legend" },
+    kinds.map((kind) => key(`url(#${kind})`, `${kind}: ${ACTION_NAMES[kind]}`)),
+    key("var(--pale)", "waits: the bubble"),
+    V > 1 ? html("span", {}, "lighter: the rank's later stages") : null,
+    html("span", {}, "a number: the microbatch; click one to follow it"));
+}
+
+function actionPatterns() {
+  const square = { width: 7, height: 7, patternUnits: "userSpaceOnUse" };
+  const ground = (colour) => svg("rect", { width: 7, height: 7, fill: `var(--${colour})` });
+  const stripe = svg("path", { d: "M-1 8L8 -1", class: "stripe" });
+  return svg("defs", {},
+    svg("pattern", { id: "F", ...square }, ground("forward")),
+    svg("pattern", { id: "B", ...square }, ground("backward"), stripe),
+    svg("pattern", { id: "W", ...square }, ground("weights")));
+}
+
+// The timeline: ranks downwards, time to the right, the clock as a line
+function timeline(rows, { P, M, V, clock, unit, follow, most, last, words }, set) {
+  const narrow = NARROW.matches;
+  const total = Math.max(...rows.map((row) => row.end));
+  const [left, right] = narrow ? [60, 6] : [70, 190];
+  const width = narrow ? Math.max(366, left + right + 6.5 * total) : 1240;
+  const x = (time) => left + ((width - left - right) * time) / total;
+  const high = Math.min(narrow ? 46 : 76, 340 / P);
+  const bottom = 8 + P * high;
+  const cells = rows.map((row) => {
+    const { rank, kind, stage, microbatch, begin, end } = row;
+    const box = { x: x(begin) + 0.5, y: 8 + rank * high + 3, width: x(end) - x(begin) - 1, height: high - 6 };
+    const stageWords = V > 1 ? `, stage ${stage} of ${P * V}` : "";
+    const explain = `rank ${rank}: ${ACTION_NAMES[kind]} of microbatch ${microbatch}${stageWords}\n` +
+      `from ${forwards(begin, unit)} to ${forwards(end, unit)} forwards`;
+    const state = begin >= clock ? "later" : end > clock ? "runs" : "done";
+    const other = follow >= 0 && follow !== microbatch ? " other" : "";
+    const size = Math.min(13, (1.35 * box.width) / String(microbatch).length); // of a letter
+    return svg("g", { class: `cell ${state}${other}`, ...tip(explain, false), onclick: () => set({ follow: follow === microbatch ? -1 : microbatch }) },
+      svg("rect", { ...box, fill: `url(#${kind})`, opacity: 1 - (0.6 * Math.floor(stage / P)) / V }),
+      size < 8.5 ? null : svg("text", { x: box.x + box.width / 2, y: box.y + box.height / 2 + 4.5, style: `font-size: ${size}px` }, microbatch));
+  });
+  const widest = Math.max(...most);
+  const ranks = [...Array(P).keys()].map((rank) => {
+    const y = 8 + rank * high;
+    const held = inFlight(rows, rank, clock, last);
+    const told = `rank ${rank} holds the activations of ${held} now, of ${most[rank]} at most`;
+    const label = clock < total ? `${held} of ${most[rank]}` : `at most ${most[rank]}`;
+    const bar = (n, kind) => svg("rect", { x: width - right + 14, y: y + high / 2 - 8, width: (90 * n) / widest, height: 16, class: kind });
+    const flight = narrow
+      ? svg("text", { x: 0, y: y + high / 2 + 15, class: "small" }, label)
+      : svg("g", tip(told, false), bar(most[rank], "outline"), bar(held, "flying"),
+          svg("text", { x: width - right + 22 + (90 * most[rank]) / widest, y: y + high / 2 + 5, class: "small" }, label));
+    const row = svg("rect", { x: left, y: y + 3, width: width - left - right, height: high - 6, class: "wait" });
+    return svg("g", {}, row, svg("text", { x: 0, y: y + high / 2 + (narrow ? 0 : 5), class: "rank" }, `rank ${rank}`), flight);
+  });
+  const step = [1, 2, 5, 10, 20].find((n) => x(n * unit) - x(0) >= 40) ?? 50;
+  const marks = [...Array(Math.floor(total / unit / step) + 1).keys()].map((i) =>
+    svg("text", { x: x(i * step * unit), y: bottom + 16, class: "small", "text-anchor": "middle" }, i * step));
+  const line = svg("line", { x1: x(clock), x2: x(clock), y1: 4, y2: bottom + 3, class: "now" });
+  const axis = svg("text", { x: narrow ? left : x(total) + 14, y: bottom + (narrow ? 34 : 16), class: "small" },
+    narrow ? "time in forwards of a rank's layers" : "in flight");
+  const drawn = picture(width, bottom + (narrow ? 40 : 24), words, actionPatterns(), ranks, cells, clock < total ? line : null, marks, axis);
+  if (narrow) drawn.setAttribute("style", `min-width: ${width}px`);
+  return html("div", { class: "scroll" }, drawn);
+}
+
+// What every rank does at that time, in words
+function momentWords(rows, P, clock, total, unit) {
+  if (clock >= total) return `All is done after ${forwards(total, unit)} forwards.`;
+  const doing = [...Array(P).keys()].map((rank) => {
+    const row = rows.find((row) => row.rank === rank && row.begin <= clock && clock < row.end);
+    return row ? `rank ${rank} ${row.kind}${row.microbatch}` : `rank ${rank} waits`;
+  });
+  return `After ${forwards(clock, unit)} forwards: ${doing.join(", ")}.`;
+}
+
+view({
+  id: "pipelines",
+  title: "Pipelines",
+  lead: "Each rank holds some of the layers, and the batch comes in microbatches: who works on which of them when, and who waits.",
+  bare: "schedule",
+  state: { schedule: "1f1b", P: 4, M: 8, V: 2, costs: "1:1:1", step: END, follow: -1 },
+  values: {
+    schedule: Object.keys(SCHEDULE_NAMES), P: [2, 3, 4, 5, 6, 7, 8], M: DATA.pipelines.microbatches, V: [2, 3, 4],
+    costs: Object.keys(DATA.pipelines.costs), follow: [-1, ...Array(16).keys()],
+  },
+  draw(root, state, set) {
+    const { schedule, P, M, costs, follow } = state;
+    const V = schedule === "interleaved" ? state.V : 1;
+    const found = DATA.pipelines.schedules[`${schedule} ${P} ${M} ${V}`];
+    const time = actionTimes(schedule, costs);
+    const rows = replay(found.orders, P * V, time);
+    const total = Math.max(...rows.map((row) => row.end));
+    if (state.step >= total) state.step = END; // so that a longer timeline is done, too
+    const [clock, unit] = [Math.min(state.step, total), V * time.F];
+    const busy = rows.reduce((sum, { begin, end }) => sum + end - begin, 0);
+    const which = Object.keys(DATA.pipelines.costs).indexOf(costs);
+    const words = momentWords(rows, P, clock, total, unit);
+    const formula = formulaWords(schedule, P, M, V, costs);
+    const idle = 1 - busy / (P * total);
+    const most = found.in_flight;
+    say(words);
+    const costNames = Object.fromEntries(Object.entries(DATA.pipelines.costs).map(([ratio, why]) => [ratio, `${ratio} (${why})`]));
+    const told = { P, M, V, clock, unit, follow, most, last: time.W ? "W" : "B" };
+    root.append(
+      html("div", { class: "controls dense" },
+        choice("Schedule", "schedule", SCHEDULE_NAMES),
+        slider("Ranks", "P", [2, 3, 4, 5, 6, 7, 8]),
+        slider("Microbatches", "M", DATA.pipelines.microbatches),
+        schedule === "interleaved" ? slider("Stages a rank", "V", [2, 3, 4]) : null,
+        choice("Times F:B:W", "costs", costNames),
+        player("step", total + 1, Math.max(60, 600 / unit), (i) => `${forwards(i, unit)} of ${forwards(total, unit)} forwards`)),
+      html("p", { class: "words" }, words),
+      timeline(rows, { ...told, words: `Timeline of ${SCHEDULE_NAMES[schedule]}, ${P} ranks, ${M} microbatches: bubble ${percent(idle)}. ${words}` }, set),
+      timelineKeys(Object.keys(time), V),
+      html("div", { class: "figures" },
+        figure(percent(idle), "bubble: part of the time that a rank waits"),
+        figure(percent(found.formula[which]), found.formula[which] === null ? "no closed form: W is the longest" : `by the formula ${formula}`),
+        figure(forwards(total, unit), "forwards, all in all"),
+        figure(`${Math.max(...most)}${V > 1 ? ` × 1/${V}` : ""} of ${M}`, `microbatches in flight, at most${V > 1 ? `, in 1/${V} of a rank's layers` : ""}`)),
+      html("p", { class: "note" },
+        "In flight: microbatches whose activations a rank holds for their backward. Messages take no time here. ",
+        `${schedule === "zb" ? "B is the gradient of the input, W those of the weights" : "This schedule runs W inside of B"}; `,
+        "orders, formula and simulator are those of pp.py (python pp.py --mode schedule)."));
+  },
+});

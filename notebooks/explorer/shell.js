@@ -1,0 +1,270 @@
+// What all views share: elements, controls, the URL's fragment, and drawing again.
+//
+// A view is registered with view({id, title, lead, state, values, bare, draw}):
+//   state   the defaults; the fragment holds what differs from them: #memory&P=8
+//   values  {key: [what it may be]}; anything else in a fragment is passed over
+//   bare    the key whose value stands in the fragment by itself: #layouts&sp
+//   draw    (root, state, set): fills the empty root; set({P: 8}) changes the state and draws again
+// draw makes everything anew each time, and morph() changes what is on the page into that, so that
+// a slider that is being dragged, the focus and CSS transitions stay. So handlers have to be given
+// as attributes, html("button", {onclick: ...}), never by addEventListener.
+
+const DATA = JSON.parse(document.getElementById("data").textContent);
+const STILL = matchMedia("(prefers-reduced-motion: reduce)");
+const NARROW = matchMedia("(max-width: 700px)");
+const views = {};
+let current = null; // the view that is shown
+let state = {}; // its state
+const last = {}; // {view: its fragment when it was left}
+let playing = null; // {key, steps, period} of the player in the view, if it has one
+let timer = null; // runs while it plays
+
+// Elements
+// -------------------------------------------------------------------------------------------------
+
+function fill(element, attributes, children) {
+  element.handlers = {};
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.handlers[name] = value;
+    else if (value === true) element.setAttribute(name, "");
+    else if (value !== false && value !== null && value !== undefined) element.setAttribute(name, value);
+  }
+  Object.assign(element, element.handlers);
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
+  return element;
+}
+
+// html("p", {class: "note"}, "words", element, [more]); an attribute that is null or false is left out
+function html(tag, attributes = {}, ...children) {
+  return fill(document.createElement(tag), attributes, children);
+}
+
+function svg(tag, attributes = {}, ...children) {
+  return fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+}
+
+// A picture with its text alternative. What is inside may have tips: see below.
+function picture(width, height, words, ...children) {
+  const size = { viewBox: `0 0 ${width} ${height}`, class: "picture", role: "group", "aria-label": words };
+  return svg("svg", size, ...children);
+}
+
+// Attributes of what explains itself when pointed at, touched or focused.
+function tip(words, focusable = true) {
+  const focus = focusable ? { tabindex: 0, role: "img", "aria-label": words } : {};
+  return { "data-tip": words, ...focus };
+}
+
+// Change an element into another; a data-key that differs makes it a new one, animations begin again.
+function morph(old, fresh) {
+  const same = old.nodeName === fresh.nodeName && old.dataset?.key === fresh.dataset?.key;
+  if (!same) return old.replaceWith(fresh);
+  if (old.nodeType !== Node.ELEMENT_NODE) {
+    if (old.nodeValue !== fresh.nodeValue) old.nodeValue = fresh.nodeValue;
+    return;
+  }
+  for (const { name } of [...old.attributes]) if (!fresh.hasAttribute(name)) old.removeAttribute(name);
+  for (const { name, value } of fresh.attributes) {
+    if (old.getAttribute(name) !== value) old.setAttribute(name, value);
+  }
+  for (const name of Object.keys(old.handlers ?? {})) old[name] = null;
+  old.handlers = fresh.handlers;
+  Object.assign(old, fresh.handlers);
+  const before = [...old.childNodes];
+  const after = [...fresh.childNodes];
+  after.forEach((child, i) => (before[i] ? morph(before[i], child) : old.append(child)));
+  before.slice(after.length).forEach((child) => child.remove());
+  if ("value" in fresh && old.value !== fresh.value) old.value = fresh.value; // after min, max, options
+}
+
+// Numbers and words
+// -------------------------------------------------------------------------------------------------
+
+const count = (n) => Math.round(n).toLocaleString("en-US"); // 1,234
+const GiB = 2 ** 30;
+
+// 1.5 GiB; bytes below 1 KiB are counted
+function bytes(n) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let i = 0;
+  while (n >= 1024 && i < units.length - 1) [n, i] = [n / 1024, i + 1];
+  return (i === 0 ? count(n) : Number(n.toPrecision(n < 1000 ? 3 : 4))) + " " + units[i];
+}
+
+// Words for those who listen; a live region, so only what changed with the last step.
+function say(words) {
+  const live = document.getElementById("live");
+  if (live.textContent !== words) live.textContent = words;
+}
+
+// figure("2 KiB", "message bytes"): a number with what it is
+const figure = (number, words) => html("div", { class: "figure" }, html("b", {}, number), words);
+
+// Controls: each changes one key of the state
+// -------------------------------------------------------------------------------------------------
+
+function slider(label, key, values, format = String) {
+  const nearest = (value) =>
+    values.reduce((best, v, i) => (Math.abs(v - value) < Math.abs(values[best] - value) ? i : best), 0);
+  const at = nearest(state[key]);
+  const input = html("input", {
+    type: "range", min: 0, max: values.length - 1, step: 1, value: at, "data-control": key,
+    disabled: values.length < 2, "aria-valuetext": format(values[at]), "aria-label": label,
+    oninput: (event) => set({ [key]: values[event.target.value] }),
+  });
+  return html("label", { class: "control" }, html("span", {}, label, ": ", html("output", {}, format(values[at]))), input);
+}
+
+// options: {value: text}; a text of null is not offered
+function choice(label, key, options) {
+  const offered = Object.entries(options).filter(([, text]) => text !== null);
+  const entries = offered.map(([value, text]) => html("option", { value, selected: value === String(state[key]) }, text));
+  const typed = (value) => (typeof current.state[key] === "number" ? Number(value) : value);
+  const onchange = (event) => set({ [key]: typed(event.target.value) });
+  return html("label", { class: "control" }, label, html("select", { onchange, "data-control": key }, entries));
+}
+
+// Steps 0 to steps - 1 of state[key]: buttons, a slider, arrow keys and space; period in ms.
+function player(key, steps, period = 1800, format = (i) => `step ${i} of ${steps - 1}`) {
+  playing = { key, steps, period };
+  const at = Math.min(state[key], steps - 1);
+  const button = (words, label, onclick, attributes) =>
+    html("button", { type: "button", "aria-label": label, title: label, onclick, ...attributes }, words);
+  return html("div", { class: "player" },
+    button(timer ? "Pause" : "Play", timer ? "Pause (space)" : "Play (space)", play, { class: "play" }),
+    button("◀", "A step back (left arrow)", () => move(-1), { disabled: at === 0 }),
+    button("▶", "A step on (right arrow)", () => move(1), { disabled: at === steps - 1 }),
+    html("input", {
+      type: "range", min: 0, max: steps - 1, step: 1, value: at, "aria-label": "step", "data-control": key,
+      "aria-valuetext": format(at), oninput: (event) => set({ [key]: Number(event.target.value) }),
+    }),
+    html("output", {}, format(at)));
+}
+
+function move(by) {
+  const at = Math.min(state[playing.key], playing.steps - 1);
+  set({ [playing.key]: Math.max(0, Math.min(playing.steps - 1, at + by)) });
+}
+
+function stop() {
+  clearTimeout(timer);
+  timer = null;
+}
+
+const atEnd = () => state[playing.key] >= playing.steps - 1;
+
+// Play on, from the beginning if at the end; or pause.
+function play() {
+  if (timer) stop();
+  else {
+    if (atEnd()) set({ [playing.key]: 0 });
+    timer = setTimeout(tick, playing.period);
+  }
+  draw();
+}
+
+// The next step; how long it is shown is the view's to say, each time that it draws.
+function tick() {
+  move(1);
+  if (atEnd()) stop();
+  else timer = setTimeout(tick, playing.period);
+  draw();
+}
+
+document.addEventListener("keydown", (event) => {
+  const own = { INPUT: true, SELECT: true, BUTTON: event.key === " " }; // keys that they use themselves
+  if (!playing || own[event.target.tagName] || event.altKey || event.ctrlKey || event.metaKey) return;
+  const act = { ArrowRight: () => move(1), ArrowLeft: () => move(-1), " ": play }[event.key];
+  if (act) [event.preventDefault(), act()];
+});
+
+// The state, the fragment and the page
+// -------------------------------------------------------------------------------------------------
+
+function view(definition) {
+  views[definition.id] = definition;
+}
+
+// The view and the state that a fragment names; whatever is none gives way to the default.
+function parse(fragment) {
+  const [id, ...words] = fragment.replace(/^#/, "").split("&");
+  const found = Object.hasOwn(views, id) ? views[id] : Object.values(views)[0];
+  const read = { ...found.state };
+  if (!Object.hasOwn(views, id)) return [found, read];
+  for (const word of words) {
+    const [key, text] = word.includes("=") ? word.split("=", 2) : [found.bare, word];
+    if (!Object.hasOwn(read, key ?? "")) continue;
+    const number = typeof found.state[key] === "number";
+    const value = number ? Number(text) : text;
+    const allowed = found.values?.[key];
+    const fits = allowed ? allowed.includes(value) : !number || (Number.isInteger(value) && value >= 0);
+    if (fits && text !== "") read[key] = value;
+  }
+  return [found, read];
+}
+
+function fragment() {
+  const differs = Object.entries(state).filter(([key, value]) => value !== current.state[key]);
+  const words = differs.map(([key, value]) => (key === current.bare ? value : `${key}=${value}`));
+  return "#" + [current.id, ...words].join("&");
+}
+
+let written = null; // browsers limit how often a page may change its address
+function write() {
+  clearTimeout(written);
+  written = setTimeout(() => history.replaceState(null, "", fragment()), 150);
+}
+
+function set(changes) {
+  Object.assign(state, changes);
+  draw();
+  write();
+}
+
+function draw() {
+  playing = null;
+  const root = html("main", { "data-key": current.id });
+  root.append(html("p", { class: "lead" }, current.lead));
+  current.draw(root, state, set);
+  morph(document.querySelector("main"), root);
+  if (!playing) stop();
+}
+
+function show() {
+  stop();
+  hideTip();
+  if (current) last[current.id] = fragment();
+  [current, state] = parse(location.hash);
+  const links = Object.values(views).map(({ id, title }) =>
+    html("a", { href: last[id] ?? `#${id}`, "aria-current": id === current.id ? "page" : null }, title));
+  document.querySelector("nav").replaceChildren(...links);
+  draw();
+}
+
+addEventListener("hashchange", show);
+NARROW.addEventListener("change", () => draw());
+STILL.addEventListener("change", () => draw());
+
+// Tips
+// -------------------------------------------------------------------------------------------------
+
+function showTip(event) {
+  const target = event.target.closest?.("[data-tip]");
+  if (!target) return hideTip();
+  const box = document.getElementById("tip");
+  const place = target.getBoundingClientRect();
+  box.textContent = target.dataset.tip;
+  box.hidden = false;
+  const left = Math.min(Math.max(8, place.left + place.width / 2 - box.offsetWidth / 2), innerWidth - box.offsetWidth - 8);
+  const above = place.top - box.offsetHeight - 8;
+  box.style.left = `${left}px`;
+  box.style.top = `${above > 0 ? above : Math.min(place.bottom + 8, innerHeight - box.offsetHeight)}px`;
+}
+
+function hideTip() {
+  document.getElementById("tip").hidden = true;
+}
+
+for (const kind of ["pointerover", "focusin", "pointerdown"]) document.addEventListener(kind, showTip);
+addEventListener("scroll", hideTip, { passive: true });
+addEventListener("DOMContentLoaded", show); // when all views are registered

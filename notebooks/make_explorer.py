@@ -1,0 +1,397 @@
+"""Makes explorer.html: one file with the page (explorer/) and the data that it shows.
+
+    python notebooks/make_explorer.py                         # all four views
+    python notebooks/make_explorer.py --only layouts          # these; the others' data stay
+
+The page computes no layout, memory or schedule: the scripts that it is about run here.
+"""
+
+import argparse
+import importlib
+import json
+import math
+import re
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import accumulate, pairwise, product
+from pathlib import Path
+from queue import Queue
+from types import SimpleNamespace
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "labs")]
+import torch  # noqa: E402
+from checks.lab1 import gather_and_add  # noqa: E402
+from ranks import LABS, load  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+import oom_search  # noqa: E402
+import pp  # noqa: E402
+import sp_layout_sim  # noqa: E402
+
+PAGE, PARTS = HERE / "explorer.html", HERE / "explorer"
+DATA = re.compile(r'(?<=<script type="application/json" id="data">).*?(?=</script>)', re.DOTALL)
+SCRIPTS = ["shell.js", "layouts.js", "memory.js", "pipelines.js", "collectives.js"]
+
+
+# Layouts: sp_layout_sim.py's own run, watched
+# --------------------------------------------------------------------------------------------------
+
+BLOCK = ["--batch", "1", "--seq", "64", "--hidden", "64", "--heads", "8", "--ffn", "256"]
+
+
+class Watched(sp_layout_sim.Network):
+    """Keeps what each exchange sends, beside counting it."""
+
+    def __init__(self):
+        super().__init__()
+        self.exchanges = []  # (collective, pieces, wire bytes of all ranks)
+
+    def exchange(self, pieces, collective, calls=1):
+        before = self.traffic.get((self.phase, collective), [0, 0])[1]
+        got = super().exchange(pieces, collective, calls)
+        sent = self.traffic[self.phase, collective][1] - before
+        self.exchanges.append((collective, pieces, sent))
+        return got
+
+
+def message_bytes(collective, pieces):
+    """Of all ranks together: what is summed, gathered, exchanged or sent."""
+    arrays = [{id(x): x.size for x in row if x is not None} for row in pieces]
+    total = sp_layout_sim.BF16 * sum(sum(sizes.values()) for sizes in arrays)
+    return total * len(pieces) if collective == "all_gather" else total
+
+
+class Story:
+    """A layout as the page tells it: tensors, and moments, each of which makes one of another."""
+
+    def __init__(self, steps, full, exchanges):
+        self.steps, self.full, self.exchanges = steps, full, exchanges
+        self.tensors, self.moments, self.P = [], [], len(steps["x"]["slices"])
+
+    def add(self, label, holds, size, places, shapes, owners=None):
+        """The number of a tensor. owners: whose tokens or features a rank has now."""
+        shapes = [list(shape) for shape in shapes]
+        tensor = [label, holds, size, places, shapes, owners or list(range(self.P))]
+        if tensor not in self.tensors:
+            self.tensors.append(tensor)
+        return self.tensors.index(tensor)
+
+    def tensor(self, step, gradient=False):
+        """A step's value, or its gradient."""
+        found, size = self.steps[step], list(self.full[step]["shapes"][0][1:3])
+        holds = found["gradient_holds"] if gradient else found["holds"]
+        places = [[0, size[0], 0, size[1]] for _ in range(self.P)]
+        for place, cut in zip(places, found["slices"] if holds in sp_layout_sim.AXIS else []):
+            axis = sp_layout_sim.AXIS[holds]
+            place[2 * axis - 2 : 2 * axis] = map(int, cut.split(":"))
+        name = f"gradient of {step}" if gradient else step
+        return self.add(name, holds, size, places, found["shapes"])
+
+    def move(self, phase, before, after, calls=1, part=(1, 1)):
+        """The next exchange. calls: 0 for the second half of an all-reduce: it is one message."""
+        collective, pieces, wire = self.exchanges.pop(0)
+        held, wanted, flights = self.tensors[before][3], self.tensors[after][3], []
+        for r, to in product(range(self.P), repeat=2):
+            if r != to and pieces[r][to] is not None:
+                place = [f(x, y) for f, x, y in zip((max, min) * 2, held[r], wanted[to])]
+                flights.append([r, to, *place])
+        sent = calls, message_bytes(collective, pieces) if calls else 0, wire
+        self.moments.append([phase, before, after, collective, *sent, flights, *part])
+
+    def all_reduce(self, phase, before, after):
+        """A reduce-scatter and an all-gather; between them each rank has the sum of its tokens."""
+        size, row = self.tensors[before][2], self.exchanges[0][1][0]
+        ends = accumulate((x.shape[1] for x in row), initial=0)
+        places = [[*cut, 0, size[1]] for cut in pairwise(ends)]
+        holds = "shard" if phase == "gradients" else "tokens"
+        between = self.add("sum", holds, size, places, [x.shape for x in row])
+        self.move(phase, before, between, 1, (1, 2))
+        self.move(phase, between, after, 0, (2, 2))
+
+    def ring(self, phase, sends):
+        """Keys and values go round, in the backward by turns with their gradients."""
+        *_, size, homes, shapes, _ = self.tensors[self.tensor("qkv")]
+        both = [[*shape[:3], 2, shape[4]] for shape in shapes]
+        for i in range(sends):
+            gradients, turn = (i % 2 == 0, i // 2) if phase == "backward" else (False, i)
+            name = "gradients of keys and values" if gradients else "keys and values"
+            tensors = []
+            for turns in (turn, turn + 1):
+                owners = [(r - turns) % self.P for r in range(self.P)]
+                here = [homes[r] for r in owners], [both[r] for r in owners], owners
+                tensors.append(self.add(name, "tokens", size, *here))
+            self.move(phase, *tensors, 1, (i + 1, sends))
+
+    def step(self, phase, before, after):
+        """From one step to the next; in the backward from one gradient to the next."""
+        backward = phase == "backward"
+        both = self.steps[before if backward else after]["moved_by"] or ("nothing", "nothing")
+        move, tensors = both[backward], [self.tensor(name, backward) for name in (before, after)]
+        if move == "all_reduce":
+            self.all_reduce(phase, *tensors)
+        elif move == "nothing" or move.endswith("send"):
+            sends = {"nothing": 0, "P - 1 send": self.P - 1, "2 P - 1 send": 2 * self.P - 1}
+            self.ring(phase, sends[move])
+            self.moments.append([phase, *tensors, "", 0, 0, 0, [], 1, 1])
+        else:
+            self.move(phase, *tensors, 3 if move.startswith("3") else 1)
+
+    def gradients(self, weight, shape):
+        """All-reduces of replicated weights' gradients, in one bucket; the first is drawn."""
+        what = [shape[0], 1], [[0, shape[0], 0, 1]] * self.P, [shape] * self.P
+        label = f"gradient of {weight}, and {len(self.exchanges) // 2 - 1} more weights"
+        tensors = [self.add(label, holds, *what) for holds in ("partial sum", "replicated")]
+        self.all_reduce("gradients", *tensors)
+        for i, (collective, pieces, wire) in enumerate(self.exchanges):
+            half = self.moments[i % 2 - 2]
+            half[5] += 0 if i % 2 else message_bytes(collective, pieces)
+            half[6] += wire
+
+
+def layouts():
+    """runs: {layout: [{tensors, moments, weights, kept: bytes of each rank} for 1 to 8 ranks]}."""
+    sp_layout_sim.Network = Watched
+    data, full = {layout: [] for layout in sp_layout_sim.LAYOUTS}, None
+    for P in range(1, 9):
+        args = sp_layout_sim.parse([*BLOCK, "--tp", str(P)])
+        results = sp_layout_sim.run(args)["layouts"]
+        full = full or results["tp"]["steps"]  # of 1 rank
+        for layout, result in results.items():
+            problem, first = sp_layout_sim.make_problem(args), "down bias"  # of the gradients
+            _, _, weights, _, _, net = sp_layout_sim.simulate(layout, problem, P)
+            story = Story(result["steps"], full, net.exchanges)
+            shown = [name for name, step in result["steps"].items() if step["shown"]]
+            for before, after in pairwise(shown):
+                story.step("forward", before, after)
+            for before, after in pairwise(shown[::-1]):
+                if after.startswith("enter") and layout == "sp":  # gathered again
+                    kept = shown[shown.index(after) - 1]
+                    story.move("backward", story.tensor(kept), story.tensor(after))
+                story.step("backward", before, after)
+            if story.exchanges:
+                story.gradients(first, weights[first][0].shape)
+            told = {"weights": result["weight_bytes"], "kept": result["kept_bytes"]}
+            data[layout].append(told | {"tensors": story.tensors, "moments": story.moments})
+    return {"runs": data, "block": vars(args)}
+
+
+# What fills the memory: predictions of oom_search.py
+# --------------------------------------------------------------------------------------------------
+
+MODELS = {"llama-3.2-1b": "Llama 3.2 1B", "llama-3.1-8b": "Llama 3.1 8B"}
+STRATEGIES = ["tp", "sp_megatron", "sp_ulysses", "sp_ulysses --shard-weights", "pp"]
+WAYS = [("block", "chunked"), ("none", "chunked"), ("block", "full")]  # recomputation, loss
+WAYS += [("selective", "chunked"), ("offload", "chunked")]
+JOURNAL = HERE.parent / ".oom_search.jsonl"  # oom_search.py's own: what was predicted before
+SHORTEST, LONGEST = 2048, 2**17  # tokens, a rank; what is longer goes on as a straight line
+EXACT = 0.01  # how far a straight line between two lengths may be from the prediction
+MOST = 142 * 1024  # MiB, no GPU has more
+
+
+def settings():
+    """Whose memory is predicted: model, strategy, ranks, recomputation, loss."""
+    yield from ((model, "plain", 1, way, "full") for model in MODELS for way in ("block", "none"))
+    for way, world, strategy, model in product(WAYS, (4, 8, 2), STRATEGIES, MODELS):
+        yield model, strategy, world, *way
+
+
+def memory():
+    """Peaks by length, in MiB of each of oom_search.PARTS.
+
+    curves: for each of settings() and each rank that may need most, [[tokens, *parts], ...].
+    steps: the same at the peak inside AdamW's step, which does not depend on the length, nor on
+    what is recomputed; of it the optimizer's state is there during forward and backward, too.
+    """
+    known = oom_search.read_journal(JOURNAL)
+    for name in oom_search.PRELOAD:
+        importlib.import_module(name)
+    curves, steps = {}, {}
+    for model, strategy, world, recompute, loss in tqdm(list(settings()), desc="memory"):
+        ranks = [0, world - 1] if strategy == "pp" else [0]  # a middle one keeps less than rank 0
+        ask = partial(predict, known, model, strategy, world)
+        key = f"{model} {strategy} {world}"
+        if key not in steps:
+            steps[key] = [ask(rank, "block", "chunked", "adamw", 64) for rank in ranks]
+        own = [partial(ask, rank, recompute, loss, "none") for rank in ranks]
+        curves[f"{key} {recompute} {loss}"] = [curve(world, ask) for ask in own]
+    gpus = {name: gib for name, (gib, capability) in oom_search.GPUS.items() if capability >= 8}
+    told = {"models": MODELS, "gpus": gpus, "outside": oom_search.OUTSIDE}
+    return told | {"parts": oom_search.PARTS, "curves": curves, "steps": steps}
+
+
+def predict(known, model, strategy, world, rank, recompute, loss, optimizer, length):
+    """MiB of each part at the peak of a step, as oom_search.py --at finds it."""
+    name, *own = strategy.split()
+    argv = ["--how", "predicted", "--model", model, "--optimizer", optimizer, "--loss", loss, *own]
+    options = oom_search.parse([*argv, "--recompute", recompute])
+    case = oom_search.make_case(name, world, rank, length, options)
+    if (key := oom_search.as_key(case)) not in known:
+        with tempfile.TemporaryDirectory() as folder:
+            job = oom_search.launch(case, folder, options.timeout)
+            while not (result := oom_search.results(job)):
+                time.sleep(0.02)
+        known[key] = result
+        oom_search.append(JOURNAL, {"case": case, "result": result})
+    parts = known[key]["breakdown"]
+    return [round(parts[part] / 2**20, 1) for part in oom_search.PARTS]
+
+
+def curve(world, ask):
+    """[[tokens, *parts], ...]: as many lengths as make straight lines between them good enough."""
+    points = {length: ask(length) for length in (SHORTEST, oom_search.TILE, 4 * oom_search.TILE)}
+
+    def refine(a, b):
+        middle = round(math.sqrt(a * b) / 512) * 512
+        if b < 1.1 * a:
+            return
+        straight = sum(points[a]) + (sum(points[b]) - sum(points[a])) * (middle - a) / (b - a)
+        points[middle] = ask(middle)
+        if abs(straight / sum(points[middle]) - 1) > EXACT:
+            refine(a, middle)
+            refine(middle, b)
+
+    *_, a, b = points
+    token = (sum(points[b]) - sum(points[a])) / (b - a)  # MiB
+    top = int(min(LONGEST * world, b + (MOST - sum(points[b])) / token)) // 512 * 512
+    if top > b:
+        points[top] = ask(top)
+    for a, b in pairwise(sorted(points)):
+        refine(a, b)
+    return [[length, *points[length]] for length in sorted(points)]
+
+
+# Pipelines: pp.py's own schedules and simulator
+# --------------------------------------------------------------------------------------------------
+
+# Times of F, B and W, for a rank's layers; attention, without weights, has no W
+COSTS = {"1:1:1": "all kept", "1:2:1": "recomputed", "2:3:1": "much attention", "1:1:2": "long W"}
+MICROBATCHES = [1, 2, 3, 4, 6, 8, 12, 16]
+
+
+def pipelines():
+    """What each rank does, in order, of every schedule; bubbles of all COSTS, as pp.py finds them.
+
+    F5.2: forward of stage 5 on microbatch 2. The order does not depend on the costs: the page runs
+    the clock of pp.simulate().
+    """
+    found = {}
+    for schedule, P, M in product(pp.SCHEDULES, range(2, 9), MICROBATCHES):
+        for V in (2, 3, 4) if schedule == "interleaved" else (1,):
+            ranks = [list(pp.SCHEDULES[schedule](rank, P, M, V)) for rank in range(P)]
+            bubbles, formulas = [], []
+            for costs in COSTS:
+                F, B, W = (int(cost) / V for cost in costs.split(":"))
+                cost = {"F": F, "B": B, "W": W} if schedule == "zb" else {"F": F, "B": B + W}
+                rows = pp.simulate(ranks, P * V, lambda action, cost=cost: cost[action.kind])
+                bubbles.append(round(pp.bubble(rows, P), 6))
+                formula = pp.bubble_formula(schedule, P, M, V, *cost.values())
+                formulas.append(formula and round(formula, 6))  # None: no closed form
+            row = {"bubble": bubbles, "formula": formulas}
+            row["in_flight"] = [pp.most_in_flight(actions) for actions in ranks]
+            row["orders"] = [" ".join(f"{k}{stage}.{m}" for k, stage, m in a) for a in ranks]
+            found[f"{schedule} {P} {M} {V}"] = row
+    return {"costs": COSTS, "microbatches": MICROBATCHES, "schedules": found}
+
+
+# Collectives: lab 1's own functions, each rank a thread, every send recorded
+# --------------------------------------------------------------------------------------------------
+
+
+def on_threads(P, function):
+    """function(lab, x, group) on P ranks: [(its result, [(to, sent, received)])] of each.
+
+    Row c of a rank's x is chunk c: zeros, and a 1 in a column that belongs to this rank and chunk.
+    """
+    mail = {pair: Queue() for pair in product(range(P), repeat=2)}
+
+    def run(rank):
+        log = []
+
+        def exchange(x, to, source, shape, group):
+            mail[rank, to].put(x)
+            log.append((to, x, mail[source, rank].get(timeout=60)))
+            return log[-1][2]
+
+        lab, group = load(LABS / "lab1_collectives.py"), SimpleNamespace(rank=lambda: rank)
+        lab.exchange, group.size = exchange, lambda: P  # each rank has a lab with its own exchange
+        return function(lab, torch.eye(P * P)[rank * P : (rank + 1) * P], group), log
+
+    with ThreadPoolExecutor(P) as ranks:
+        return list(ranks.map(run, range(P)))
+
+
+def cells(rows, P):
+    """{(chunk, bit mask of the ranks whose chunks were added)}."""
+    parts = [[divmod(int(i), P) for i in row.nonzero()] for row in rows]
+    return {(part[0][1], sum(1 << rank for rank, _ in part)) for part in parts}
+
+
+OPERATIONS = {
+    "reduce_scatter": lambda lab, x, group: lab.ring_reduce_scatter(x, group),
+    "all_gather": lambda lab, x, group: lab.ring_all_gather(x[[group.rank()]], len(x), group),
+    "all_reduce": lambda lab, x, group: lab.ring_all_reduce(x, group),
+    "all_to_all": lambda lab, x, group: lab.all_to_all(x, [1] * len(x), [1] * len(x), group),
+    "gather_and_add": gather_and_add,
+}
+
+
+def collectives():
+    """{operation: [its run on P ranks, for P from 2 to 8]}.
+
+    A run is, of each rank, the cells of its result at the start, and of each step [to, cells sent,
+    cells of its result afterwards]: a running sum, or what it has gathered so far.
+    """
+    data = {name: [] for name in OPERATIONS}
+    for name, P in product(OPERATIONS, range(2, 9)):
+        run = []
+        for result, log in on_threads(P, OPERATIONS[name]):
+            got = [cells(received, P) for *_, received in log]
+            sent = [cells(x, P) for _, x, _ in log] + [cells(result.reshape(-1, P * P), P)]
+            has = sent[-1].difference(*got) if name in ("all_gather", "all_to_all") else set()
+            steps = [sorted(has)]
+            for i, (to, *_) in enumerate(log):
+                if name == "gather_and_add":
+                    has = cells(log[0][1] + sum(received for *_, received in log[: i + 1]), P)
+                elif i < P - 1 and name in ("reduce_scatter", "all_reduce"):
+                    has = sent[i + 1]  # what a rank has added up it sends next, or it is the result
+                else:
+                    has = has | got[i]
+                steps.append([to, sorted(sent[i]), sorted(has)])
+            run.append(steps)
+        data[name].append(run)
+    return data
+
+
+VIEWS = {f.__name__: f for f in (layouts, memory, pipelines, collectives)}
+
+
+def embedded(page):
+    """The data of a page that was made before."""
+    return json.loads(DATA.search(page.read_text())[0])
+
+
+def assemble(data):
+    """explorer.html's text."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
+    scripts = [(PARTS / name).read_text() for name in SCRIPTS if (PARTS / name).exists()]
+    parts = {"css": (PARTS / "page.css").read_text().strip(), "js": "\n".join(scripts).strip()}
+    parts["data"] = text.replace("<", r"\u003c")  # nothing in it may look like the element's end
+    return re.sub(r"\{(css|js|data)\}", lambda m: parts[m[1]], (PARTS / "page.html").read_text())
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=VIEWS, default=list(VIEWS), metavar="VIEW")
+    only = parser.parse_args().only
+    old = embedded(PAGE) if PAGE.exists() else {}
+    data = {name: make() if name in only else old.get(name) for name, make in VIEWS.items()}
+    PAGE.write_text(assemble(data))
+    print(f"{PAGE}: {PAGE.stat().st_size / 1024:,.0f} KiB")
+
+
+if __name__ == "__main__":
+    main()
