@@ -1,31 +1,64 @@
 """Labs as a learner meets them: answers written into a lab, graded by its checks on real ranks.
 
-A lab's tests list its BUGS, {name: (exercise, part of the verdict)}, and in the text that listed()
-reads three wrong answers to each exercise, with the hint that each must get, and a right one
-written in another way than ours.
+answers/labN.txt has below each `== EXERCISE` a right answer, written in another way than ours, and
+what must be caught: bugs of labs/checks/labN.py, by name, and at least three wrong answers. Each of
+these begins on a line with a comment: a part of what the learner must be told. A line -- stands
+between two regions, and ... for ours. Lines "ours -> theirs" change our answer instead.
 """
 
-import json
 import re
 import sys
 import tempfile
 from pathlib import Path
 from textwrap import dedent, indent
 
-import pytest
-from conftest import ROOT, python
+from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "labs"))
 import grade  # noqa: E402
 import ranks  # noqa: E402
 
-lab_file = grade.find_lab  # of lab1, lab2, ...
+NAMES = sorted(path.stem for path in (ROOT / "labs" / "checks").glob("lab*.py"))
+LABS = {name: grade.find_lab(name) for name in NAMES}
+CHECKS = {name: ranks.room("checks", lab) for name, lab in LABS.items()}  # ranks' imports with them
+SHOWN = {name: ranks.room("experiments", lab) for name, lab in LABS.items()}
 REGION = re.compile(r"^( *)# exercise: (\w+)\n(.*?)^ *# end exercise\n", re.M | re.S)
 
 
+def listed(name):
+    """({exercise: its right answer}, [(exercise, bug or None, wrong answer, said)]) of a lab."""
+    text, right, caught = (ROOT / "tests" / "answers" / f"{name}.txt").read_text(), {}, []
+    for part in re.split(r"^== ", text, flags=re.M)[1:]:
+        exercise, *lines = part.splitlines()
+        answer = right[exercise] = []
+        for line in lines:
+            code, mark, said = line.rpartition("# ")
+            if code.startswith("bug "):
+                caught.append((exercise, code.split()[1], [], said))
+            elif mark:
+                answer = [code.rstrip()] if code else []
+                caught.append((exercise, None, answer, said))
+            else:
+                answer.append(line)
+    return right, caught
+
+
+def written(lab, exercise, answer):
+    """An answer's lines as [its regions], None where it is ours."""
+    if not any(" ->" in line for line in answer):
+        regions = "\n".join(answer).split("\n--\n")
+        return [None if region == "..." else region for region in regions]
+    texts = [dedent(body) for _, name, body in REGION.findall(lab.read_text()) if name == exercise]
+    for line in answer:
+        ours, theirs = line.split(" ->")
+        assert any(ours in text for text in texts), ours
+        texts = [text.replace(ours, theirs.removeprefix(" ")) for text in texts]
+    return texts
+
+
 def answered(lab, answers):
-    """A lab's text with {exercise: [its regions]} written in; None leaves a region as it is."""
-    left = {exercise: list(regions) for exercise, regions in answers.items()}
+    """A lab's text with {exercise: the lines of an answer} written in."""
+    left = {exercise: written(lab, exercise, answer) for exercise, answer in answers.items()}
 
     def replaced(match):
         space, exercise, _ = match.groups()
@@ -40,90 +73,10 @@ def answered(lab, answers):
     return text
 
 
-def graded(lab, exercise, regions=(), bug=None, seed=7, timeout=90):
-    """(passed, report and hint) of an exercise with these answers, or with a bug."""
+def graded(lab, exercise, answer=(), bug=None):
+    """(passed, report and hint) of an exercise with an answer, or with a bug."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / lab.name
-        file.write_text(answered(lab, {exercise: regions}))
-        passed, report, hint = ranks.check(file, exercise, seed, bug, timeout)
+        file.write_text(answered(lab, {exercise: answer} if answer else {}))
+        passed, report, hint = ranks.check(file, exercise, seed=7, bug=bug, timeout=90)
     return passed, f"{report} {hint}".strip()
-
-
-def listed(lab, text):
-    """(WRONG, RIGHT) of a text that lists answers, each below a line of its own:
-
-    "== exercise: part of the verdict" where it is wrong, "== exercise" where it is right. A line --
-    stands between two regions, and ... for ours. Lines "ours -> theirs" change our answer instead.
-    """
-    wrong, right = [], {}
-    for part in re.split(r"^== ", text, flags=re.M)[1:]:
-        head, body = part.split("\n", 1)
-        exercise, _, said = head.partition(": ")
-        answer = [None if region.strip() == "..." else region for region in body.split("\n--\n")]
-        if " ->" in body:
-            answer = edited(lab, exercise, [line.split(" ->") for line in body.splitlines()])
-        if said:
-            wrong.append((exercise, answer, said))
-        else:
-            right[exercise] = answer
-    return wrong, right
-
-
-def edited(lab, exercise, changes):
-    """Our answer to an exercise, a text for each region, with pieces replaced: [(ours, theirs)]."""
-    texts = [dedent(body) for _, name, body in REGION.findall(lab.read_text()) if name == exercise]
-    for ours, theirs in changes:
-        assert any(ours in text for text in texts), ours
-        texts = [text.replace(ours, theirs.removeprefix(" ")) for text in texts]
-    return texts
-
-
-def caught(lab, bugs, wrong):
-    """Two tests: that the lab's bugs are caught, that wrong answers get their hint."""
-
-    @pytest.mark.parametrize("bug", bugs)
-    def bugs_are_caught(bug):
-        exercise, said = bugs[bug]
-        passed, verdict = graded(lab, exercise, bug=bug)
-        assert not passed and said in verdict, verdict
-
-    @pytest.mark.parametrize("exercise,regions,said", wrong)
-    def wrong_answers_get_their_hint(exercise, regions, said):
-        passed, verdict = graded(lab, exercise, regions)
-        assert not passed and said in verdict, verdict
-
-    return bugs_are_caught, wrong_answers_get_their_hint
-
-
-def refused(lab, options, message, capsys):
-    """A lab ends with these options in one line, and exit status 2."""
-    assert grade.run_lab(lab, options) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith(f"error: {message}") and err.count("\n") == 1
-
-
-def run_finished(lab, folder, *options):
-    """A lab, run as it is: what it prints and its results, which hold, with its picture."""
-    files = folder / "results.json", folder / "picture.png"
-    run = python(lab, *options, "--json", files[0], "--plot", files[1])
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stderr == "", "nothing but the report is printed"
-    results, checks = json.loads(files[0].read_text()), ranks.room("checks", lab).CHECKS
-    exercises = results["exercises"]
-    assert run.stdout.endswith(f"\nPASS {lab.stem}: all {len(checks)} exercises' checks hold\n")
-    assert results["passed"] and results["failed"] == [] and exercises.keys() == checks.keys()
-    assert all(seen["passed"] and seen["report"] for seen in exercises.values())
-    assert files[1].read_bytes()[:4] == b"\x89PNG" and files[1].stat().st_size > 20_000
-    assert sorted(folder.iterdir()) == sorted(files)
-    return run.stdout, results
-
-
-def run_answered(lab, answers, folder, *options):
-    """Run a lab with other right answers, in another folder's my_labs/: it holds and asks."""
-    (folder / "labs").symlink_to(ROOT / "labs")
-    (folder / "my_labs").mkdir()
-    mine = folder / "my_labs" / lab.name
-    mine.write_text(answered(lab, answers))
-    run = python(mine, *options, cwd=folder)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.endswith("exercises' checks hold\n") and "Predict, then run: " in run.stdout

@@ -1,44 +1,39 @@
-"""All labs that stand in three rooms: nothing handed out gives an answer away, and sizes hold."""
+"""All labs: nothing handed out gives an answer away, sizes hold, wrong answers get their hints."""
 
-import importlib
-import io
+import json
 import keyword
 import re
 import sys
 from collections import Counter
-from contextlib import redirect_stdout
 
 import pytest
-from conftest import ROOT
-from learner import REGION, answered, grade, lab_file, ranks
+from conftest import ROOT, python
+from learner import CHECKS, LABS, NAMES, REGION, SHOWN, answered, grade, graded, listed
 
-NAMES = sorted(path.stem for path in (ROOT / "labs" / "checks").glob("lab*.py"))
 EACH_LAB = pytest.mark.parametrize("name", NAMES)
 LONG_LESSONS = {"lab3": 550, "lab8": 550}
+MAIN = '\nif __name__ == "__main__":'
+RIGHT = {name: listed(name)[0] for name in NAMES}
+CAUGHT = [(name, *case) for name in NAMES for case in listed(name)[1]]
 
 
 @EACH_LAB
 def test_budgets(name):
-    room = ROOT / "labs"
-    sizes = {
-        lab_file(name): LONG_LESSONS.get(name, 450),
-        room / "checks" / f"{name}.py": 650,
-        room / "experiments" / f"{name}.py": 400,
-        room / "ranks.py": 300,
-        room / "grade.py": 300,
-    }
+    sizes = {f"checks/{name}.py": 650, f"experiments/{name}.py": 400}
+    sizes |= {LABS[name]: LONG_LESSONS.get(name, 450), "ranks.py": 300, "grade.py": 300}
     for file, most in sizes.items():
-        lines = file.read_text().splitlines()
+        lines = (ROOT / "labs" / file).read_text().splitlines()
         assert len(lines) <= most, file
         assert max(map(len, lines)) <= 100, file
 
 
 @EACH_LAB
 def test_a_lesson_imports_nothing_of_this_project(name):
-    lesson = lab_file(name).read_text().split('\nif __name__ == "__main__":')[0]
+    lesson, start = LABS[name].read_text().split(MAIN)
     imported = re.findall(r"^ *(?:from|import) (\w+)", lesson, re.M)
     allowed = sys.stdlib_module_names | {"torch", "transformers", "numpy"}
     assert set(imported) <= allowed
+    assert start == LABS["lab1"].read_text().split(MAIN)[1], "all labs start alike"
 
 
 def code(text):
@@ -57,61 +52,115 @@ def normalised(lines):
     return " ".join(out)
 
 
-def spoilers(text):
-    """What of the solutions stands elsewhere in what `start` hands out: (exercise, lines)."""
-    left = code(grade.emptied(text))
-    pairs = {normalised(pair) for pair in zip(left, left[1:])}
-    found = []
-    for _, exercise, solution in REGION.findall(text):
-        lines = code(solution)
-        found += [(exercise, pair) for pair in zip(lines, lines[1:]) if normalised(pair) in pairs]
-        found += [(exercise, line) for line in lines if len(line) >= 34 and line in left]
-    return found
-
-
 @EACH_LAB
-def test_no_spoilers(name):
-    assert spoilers(lab_file(name).read_text()) == []
-
-
-def test_a_spoiler_is_seen():
-    """A finished variant of an exercise, with other names; and one long line of it."""
-    text = lab_file("lab1").read_text()
-    variant = "\ndef other(t, g):\n    for job in all_of_them:\n        job.wait()\n"
-    pair = "for work in dist.batch_isend_irecv(both):", "work.wait()"
-    assert ("exchange", pair) not in spoilers(text + variant)
-    variant = variant.replace("all_of_them", "dist.batch_isend_irecv(jobs)")
-    assert ("exchange", pair) in spoilers(text + variant)
-    line = "dx = reduce_scatter(grad @ weight, ctx.group)"
-    assert ("gathered_linear", line) in spoilers(lab_file("lab2").read_text() + f"    {line}\n")
-
-
-@EACH_LAB
-def test_an_emptied_exercise_says_its_task_and_its_length(name):
-    text = lab_file(name).read_text()
+def test_what_is_handed_out_says_the_task_and_gives_no_line_of_ours_away(name):
+    text = LABS[name].read_text()
     handed_out = grade.emptied(text)
     places = re.findall(r"# about \d+ lines?\n *raise NotImplementedError\(.+\)\n", handed_out)
     assert len(places) == len(REGION.findall(text))
     assert max(map(len, handed_out.splitlines())) <= 100
+    left = code(handed_out)
+    pairs = {normalised(pair) for pair in zip(left, left[1:])}
+    for _, exercise, solution in REGION.findall(text):
+        lines = code(solution)
+        assert not [line for line in lines if len(line) >= 34 and line in left], exercise
+        assert not [p for p in zip(lines, lines[1:]) if normalised(p) in pairs], exercise
 
 
 @EACH_LAB
-def test_the_tests_hold_three_wrong_answers_and_a_right_one(name):
-    tests = importlib.import_module(f"test_{name}")
-    checks = ranks.room("checks", lab_file(name))
-    wrong = Counter(exercise for exercise, *_ in tests.WRONG)
-    assert all(wrong[exercise] >= 3 for exercise in checks.CHECKS), wrong
-    assert set(tests.RIGHT) == set(checks.CHECKS)
-    assert answered(lab_file(name), tests.RIGHT) != lab_file(name).read_text()
-    assert list(tests.BUGS) == [bug.__name__ for bug in checks.BUGS]
+def test_the_answers_are_a_right_one_and_three_wrong_ones_and_every_bug(name):
+    wrong = Counter(exercise for lab, exercise, bug, *_ in CAUGHT if lab == name and not bug)
+    assert set(RIGHT[name]) == set(CHECKS[name].CHECKS)
+    assert all(wrong[exercise] >= 3 for exercise in CHECKS[name].CHECKS), wrong
+    bugs = [bug for lab, _, bug, *_ in CAUGHT if lab == name and bug]
+    assert sorted(bugs) == sorted(bug.__name__ for bug in CHECKS[name].BUGS)
 
 
 @EACH_LAB
-def test_bugs_are_listed_and_a_prediction_is_asked_for(name):
-    out = io.StringIO()
-    with redirect_stdout(out):
-        assert grade.run_lab(lab_file(name), ["--inject-bug", "list"]) == 0
-    bugs = ranks.room("checks", lab_file(name)).BUGS
-    assert [line.split()[0] for line in out.getvalue().splitlines()] == [b.__name__ for b in bugs]
-    question, formula, measure = ranks.room("experiments", lab_file(name)).PREDICT
+def test_bugs_are_listed_and_a_prediction_is_asked_for(name, capsys):
+    assert grade.run_lab(LABS[name], ["--inject-bug", "list"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert listed == [bug.__name__ for bug in CHECKS[name].BUGS]
+    question, formula, measure = SHOWN[name].PREDICT
     assert question.endswith("?") and formula and callable(measure)
+
+
+BAD = [
+    ("lab1", "--ranks 1", "argument --ranks: invalid choice: 1"),
+    ("lab1", "--inject-bug typo", "no bug typo; --inject-bug list names them"),
+    ("lab1", "--json /nowhere/lab.json", "cannot write /nowhere/lab.json"),
+    ("lab1", "--predict half", "argument --predict: invalid float value: 'half'"),
+    ("lab1", "--typo", "unrecognized arguments: --typo"),
+    ("lab2", "--label-smoothing 1", "argument --label-smoothing: 1 is not a number above 0 and"),
+    ("lab2", "--label-smoothing nan", "argument --label-smoothing: nan is not a number above 0"),
+    ("lab5", "--model gpt2", "argument --model: invalid choice: 'gpt2'"),
+    ("lab5", "--sp --hf-plan", "argument --hf-plan: not allowed with argument --sp"),
+    ("lab5", "--plan no_such.plan", "argument --plan: no plan at no_such.plan"),
+    ("lab7", "--length 3", "argument --length: 3 tokens are too few for 4 ranks; 4 would do"),
+    ("lab8", "--tp 3", "argument --tp: 8 heads with 2 KV heads cannot be split over 3 ranks;"),
+    ("lab9", "--ranks 9", "argument --ranks: 9 ranks: 2, 3 or 4 would do"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name,options,message", BAD)
+def test_bad_input_is_one_line(name, options, message, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])  # lab 5 looks for a plan in this folder
+    assert grade.run_lab(LABS[name], options.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"error: {message}") and err.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name,exercise,bug,answer,said", CAUGHT)
+def test_wrong_is_caught_with_its_hint(name, exercise, bug, answer, said):
+    passed, verdict = graded(LABS[name], exercise, answer, bug)
+    assert not passed and said in verdict, verdict
+
+
+@pytest.mark.slow
+@EACH_LAB
+def test_the_empty_lab_grades_0(name, tmp_path):
+    mine, results = tmp_path / LABS[name].name, tmp_path / "results.json"
+    mine.write_text(grade.emptied(LABS[name].read_text()))
+    assert grade.main([name, "--file", str(mine), "--json", str(results), "--seed", "7"]) == 1
+    exercises = json.loads(results.read_text())["exercises"]
+    names = {exercise for _, exercise, _ in REGION.findall(LABS[name].read_text())}
+    assert names == exercises.keys(), "every exercise has a check, and every check an exercise"
+    for result in exercises.values():
+        assert "not done yet: " in result["report"] and not result["passed"]
+
+
+OTHERWISE = {  # how the experiments are run with other right answers
+    "lab1": ["--ranks", "2"],
+    "lab2": ["--length", "2"],  # fewer tokens than ranks
+    "lab4": ["--pairs", "1"],
+    "lab8": ["--pp", "4", "--dp", "2", "--tp", "1"],
+    "lab9": ["--ranks", "2"],
+}
+
+
+@pytest.mark.slow
+@EACH_LAB
+def test_other_right_answers_pass_and_serve_the_experiments(name, tmp_path, capsys, monkeypatch):
+    mine = tmp_path / LABS[name].name
+    mine.write_text(answered(LABS[name], RIGHT[name]))
+    assert grade.main([name, "--file", str(mine), "--seed", "7", "--timeout", "90"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(rf"PASS {mine.stem}: (\d+) of \1 exercises pass", last)
+    monkeypatch.setattr(CHECKS[name], "CHECKS", {})  # they have just been run
+    assert grade.run_lab(mine, ["--seed", "20", *OTHERWISE.get(name, [])]) == 0
+    assert "Predict, then run: " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_bug_fails_a_lab_in_my_labs_alone(tmp_path):
+    (tmp_path / "labs").symlink_to(ROOT / "labs")
+    mine, results = tmp_path / "my_labs" / LABS["lab1"].name, tmp_path / "results.json"
+    mine.parent.mkdir()
+    mine.write_text(answered(LABS["lab1"], RIGHT["lab1"]))
+    run = python(mine, "--inject-bug", "all_to_everyone", "--json", results, cwd=tmp_path)
+    assert run.returncode == 1 and run.stdout.endswith("\nFAIL lab1_collectives: all_reduce\n")
+    seen = json.loads(results.read_text())
+    assert not seen["passed"] and seen["exercises"].keys() == CHECKS["lab1"].CHECKS.keys()
+    assert [name for name, e in seen["exercises"].items() if not e["passed"]] == ["all_reduce"]

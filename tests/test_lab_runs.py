@@ -1,0 +1,477 @@
+"""Each finished lab, run as a reader would: the figures that its lesson tells."""
+
+import importlib.util
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ENVIRONMENT, ROOT, python
+from learner import CHECKS, LABS, SHOWN, grade, ranks
+from pytest import approx
+
+pytestmark = pytest.mark.slow  # minutes
+
+lab2, lab7, lab8 = (ranks.load(LABS[name]) for name in ("lab2", "lab7", "lab8"))
+
+
+@pytest.fixture
+def run(tmp_path):
+    """run(name, "predicted N, measured M: ...", *options) -> what is printed, and the results."""
+    files = tmp_path / "results.json", tmp_path / "picture.png"
+
+    def run_lab(name, prediction, *options):
+        predicted = re.search(r"predicted (\S+),", prediction)[1]
+        options = [*options, "--predict", predicted, "--json", files[0], "--plot", files[1]]
+        run = python(LABS[name], *options)
+        assert run.returncode == 0, run.stdout + run.stderr
+        assert run.stderr == "", "nothing but the report is printed"
+        results, checks = json.loads(files[0].read_text()), CHECKS[name].CHECKS
+        exercises, verdict = results["exercises"], f"all {len(checks)} exercises' checks hold"
+        assert run.stdout.endswith(f"\nPASS {LABS[name].stem}: {verdict}\n")
+        assert results["passed"] and results["failed"] == [] and exercises.keys() == checks.keys()
+        assert all(seen["passed"] and seen["report"] for seen in exercises.values())
+        assert files[1].read_bytes()[:4] == b"\x89PNG" and files[1].stat().st_size > 20_000
+        assert sorted(tmp_path.iterdir()) == sorted(files)
+        assert f"\n  {prediction}\n" in run.stdout
+        return run.stdout, results
+
+    return run_lab
+
+
+def test_lab1(run):
+    _, results = run("lab1", "predicted 4480, measured 4480: right", "--ranks", 3)
+    counts = {row["operation"]: row for row in results["counts"] if row["ranks"] == 3}
+    sent = {name: row["bytes"] / row["message"] for name, row in counts.items()}
+    assert sent["all-reduce"] == approx(4 / 3) and sent["gather and add"] == 2
+    assert sent["all-to-all"] == sent["all-gather"] == approx(2 / 3)
+    assert [row["steps"] for row in counts.values()] == [2, 2, 4, 2, 2]
+    for row in results["reads"]:
+        if row["value"] != 1:
+            assert row["seconds"] > 0.4, "right, and waited for the late rank"
+    assert results["overwritten"] == 0
+    a, b = results["fit"]["latency_s"], results["fit"]["seconds_per_byte"]
+    predicted = results["time"]["predicted"]["ring_all_reduce"][-1]
+    assert predicted == approx(4 * (a + b * 4194304 / 3))
+    sizes = [4**k for k in range(4, 12)]
+    a, b = SHOWN["lab1"].fit(sizes, [20e-6 + n / 5e9 for n in sizes])
+    assert (a, 1 / b) == (approx(20e-6), approx(5e9))
+
+
+ONCE, TWICE = {"all_gather": 1, "reduce_scatter": 1}, {"all_gather": 2, "reduce_scatter": 1}
+CALLS = {  # of the forward, of the backward
+    "tensor parallel": [{"all_reduce": 1}, {"all_reduce": 1}],
+    "+ sequence parallel": [ONCE, ONCE],
+    "+ x gathered again": [ONCE, TWICE],
+}
+
+
+def test_lab2(run):
+    _, results = run("lab2", "predicted 65000, measured 65664: off by -664")
+    rows = results["label_smoothing"]  # each rank hands out alpha K / (K - 1) of its own
+    assert [row["ranks"] for row in rows] == [1, 2, 2, 3, 3, 3]
+    for row in rows:
+        assert row["loss"] == approx(row["torch"], rel=1e-6)
+        assert row["megatron_target_mass"] == approx(1 + 0.1 * (row["ranks"] - 1), abs=1e-3)
+    assert abs(rows[1]["megatron"] - rows[2]["megatron"]) > 0.1, "the ranks disagree"
+    for row in results["mlp"]:
+        share = -(-512 // row["ranks"])  # of the tokens, rounded up
+        tokens = {"tensor parallel": 512, "+ x gathered again": share}
+        assert row["kept_x"] == tokens.get(row["way"], row["ranks"] * share) * 96 * 4
+        ops = row["forward"], row["backward"]
+        assert CALLS[row["way"]] == [{op: way[op][0] for op in way} for way in ops]
+
+
+def losses(group, dtype, smoothing, vocab):
+    """Errors of vocab_parallel_cross_entropy, value and gradient, of logits (n, v)."""
+    torch.manual_seed(3)
+    logits = (3 * torch.randn(40, vocab)).to(dtype)
+    target = torch.randint(vocab, (40,))
+    full = logits.clone().requires_grad_()
+    right = F.cross_entropy(full.double(), target, reduction="none", label_smoothing=smoothing)
+    right.sum().backward()
+    start, end = lab2.vocab_range(vocab, group.rank(), group.size())
+    shard = logits[:, start:end].clone().requires_grad_()
+    mine = lab2.vocab_parallel_cross_entropy(shard, target, group, smoothing)
+    mine.sum().backward()
+    assert shard.grad.dtype == dtype
+    gradients = shard.grad.double() - full.grad[:, start:end].double()
+    return ((mine - right).abs().max() / right.abs().max()).item(), gradients.abs().max().item()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2, 1.0])
+def test_lab2s_loss_on_other_ranks_and_dtypes(smoothing):
+    for errors in ranks.on_ranks(5, losses, torch.float64, smoothing, 13):
+        assert max(errors) < 1e-14
+    for value, gradient in ranks.on_ranks(3, losses, torch.bfloat16, smoothing, 3):
+        assert value < 1e-6 and gradient <= 2**-8, "half a bfloat16 epsilon"
+
+
+def test_lab2s_ranges_and_refusals():
+    for vocab, world in [(7, 3), (3, 3), (50257, 8), (5, 1)]:
+        ranges = [range(*lab2.vocab_range(vocab, rank, world)) for rank in range(world)]
+        assert [token for tokens in ranges for token in tokens] == list(range(vocab))
+        assert len(ranges[0]) - len(ranges[-1]) <= 1
+    alone, logits = SimpleNamespace(rank=lambda: 0, size=lambda: 1), torch.zeros(2, 6)
+    loss, target = lab2.vocab_parallel_cross_entropy, torch.tensor([0, 1])
+    embedding = lab2.VocabParallelEmbedding.from_embedding(torch.nn.Embedding(6, 4), alone)
+    with pytest.raises(ValueError, match="2 tokens cannot be cut over 3 ranks; 2 ranks would do"):
+        lab2.vocab_range(2, 0, 3)
+    with pytest.raises(IndexError, match=r"a target is neither in \[0, 6\) nor -100"):
+        loss(logits, target - 1, alone)
+    with pytest.raises(ValueError, match=r"label_smoothing 1.5 is not in \[0, 1\]"):
+        loss(logits, target, alone, label_smoothing=1.5)
+    with pytest.raises(IndexError, match=r"a token is not in \[0, 6\)"):
+        embedding(torch.tensor([[6]]))
+
+
+SILENT = "transposed_weights", "returned_tuples", "local_positions", "local_mask", "chunk_boundary"
+EXACT = "untied_weights", "loss_without_graph"
+SEEN = {  # of the wrong way, of the right way
+    "transposed_weights": (r"\(192, 64\) raises", "e-07 off"),
+    "copy_without_no_grad": ("RuntimeError: a leaf Variable that requires grad", "still trains"),
+    "parallelize_order": ("NotImplementedError: Cannot copy out of meta tensor", "all weights"),
+    "untied_weights": (r"2 of \(v, h\)", r"1 of \(v, h\)"),
+    "f_per_projection": ("e-07 off, 5 all-reduces a layer", "e-07 off, 2 all-reduces a layer"),
+    "autograd_kwargs": ("TypeError: .*keyword argument", "gradients off by 0"),
+    "retain_grad": ("no gradient to send back", "gradient there in 3 dtypes"),
+    "chunk_boundary": ("124 of 126 targets", "126 of 126 targets"),
+    "loss_without_graph": ("RuntimeError: element 0 of tensors does not require grad", "e-07 off"),
+    "adam_hides_scale": (r"part by [\d.]+e-05", r"part by 0\.\d+"),
+    "stale_result": (r"the sum is off by [67]\.\de-01", "sum off by 0e"),
+    "adaptive_timing": ("the ranks (ran|say)", r"^\d+ steps on every rank"),
+    "rank_0_clock": (r"^rank 0 says \d{1,3} of 200 ms", r"says [2-9]\d\d of 200 ms"),
+}
+
+
+def test_lab3(run):
+    printed, results = run("lab3", "predicted 163840, measured 163840: right")
+    pitfalls, versions = results["pitfalls"], results["versions"]
+    assert list(pitfalls) == list(results["exercises"])
+    assert {row["verdict"] for row in pitfalls.values()} == {"ok"}
+    assert f"with torch {versions['torch']}, transformers" in printed
+    wrong = {name: row["wrong"] for name, row in pitfalls.items()}
+    for name in (*SILENT, *EXACT, "adam_hides_scale"):
+        loss, error = wrong[name]["loss"], wrong[name]["error"]
+        assert loss < 0.05 and error > 0.1 > 4 * loss, name
+    assert all(wrong[name]["loss"] < 1e-6 for name in (*EXACT, "f_per_projection"))
+    for name, (bad, good) in SEEN.items():
+        assert re.search(bad, wrong[name]["seen"]), wrong[name]
+        assert re.search(good, pitfalls[name]["right"]["seen"]), pitfalls[name]
+    told = {name: row["told"] for name, row in pitfalls.items() if "told" in row}
+    assert len(told) == 5
+    assert told["returned_tuples"] == [False, "it returns 2"], "transformers 5"
+    assert told["stale_result"][0] is False, "torch 2.11 and later wait"
+    older = tuple(map(int, versions["torch"].split(".")[:2])) < (2, 13)
+    assert told["autograd_kwargs"][0] is older, "since then apply() takes what forward() names"
+
+
+def test_lab3_says_which_wrong_way_works_and_which_right_one_does_not(tmp_path, capsys):
+    text = LABS["lab3"].read_text().replace("    parameter.copy_(", "    parameter.data.copy_(")
+    text = text.replace("inner(copy_to_tp_region(hidden_states, group)", "inner(hidden_states")
+    mine = tmp_path / LABS["lab3"].name
+    mine.write_text(text)
+    args = SimpleNamespace(only="copy_without_no_grad", seed=0)
+    (failed,) = SHOWN["lab3"].experiment(ranks.load(mine), args)["failed"]
+    printed = capsys.readouterr().out
+    assert failed.startswith("f_per_projection: gradient 0.")
+    assert re.search(r"copy_without_no_grad +1 +no longer in torch \d\.\d+", printed), printed
+    assert re.search(r"f_per_projection .* FAIL: gradient 0\.", printed), printed
+
+
+ORDER = {
+    ("TP", "blocking"): "dgrad, start all_reduce, wait all_reduce, wgrad, wait all_reduce",
+    ("TP", "overlapped"): "dgrad, start all_reduce, wgrad, wait all_reduce",
+    ("SP", "blocking"): "start all_gather, wait all_gather, dgrad, wait all_gather, "
+    "start reduce_scatter, wait reduce_scatter, wgrad, wait reduce_scatter",
+    ("SP", "overlapped"): "start all_gather, dgrad, wait all_gather, "
+    "start reduce_scatter, wgrad, wait reduce_scatter",
+}
+
+
+def test_lab4(run):
+    """How large the gain is says nothing on a busy machine."""
+    _, results = run("lab4", "predicted 1920, measured 2048: off by -128", "--pairs", 3)
+    for (way, mode), order in ORDER.items():
+        timeline = results["timelines"][way][mode]
+        assert ", ".join(what for what, *_ in timeline["log"]) == order
+        carried = [op for op, *_ in timeline["messages"]]
+        assert carried == (["all_reduce"] if way == "TP" else ["all_gather", "reduce_scatter"])
+        assert timeline["wire_bytes"] == 4 * 512 * 1024, "as many for TP as for SP"
+        assert timeline["seconds"] >= max(end for _, _, end in timeline["messages"])
+    for row in results["gains"]:
+        assert 0 <= row["hidden"] <= 1 and row["gain"] > 0
+        assert 1 < row["at_best"] <= 2 * max(1, row["message_over_gemm"])
+    x = 4 * 128 * 2 * 256  # bytes of all tokens, float32; two layers: two halves, two, one
+    assert [row["bytes"] for row in results["aliasing"]] == [x, 2 * x, x]
+    gemms = [["dgrad", 0, 4], ["wait all_gather", 4, 9], ["wgrad", 9, 12]]
+    log = {"log": gemms, "messages": [["all_gather", 1, 9], ["reduce_scatter", 9, 11]]}
+    assert SHOWN["lab4"].hidden(log) == (3 + 2) / (8 + 2)
+    assert SHOWN["lab4"].could_hide(log) == (4 + 2, 10 / 7)
+
+
+def test_lab5(run):
+    _, results = run("lab5", "predicted 20, measured 20: right")
+    nemo, gathered = SHOWN["lab5"].NEMO, SHOWN["lab5"].GATHERED
+    plans = {"ours": [], "nemo": [], "hugging face": []}
+    for row in results["families"]:
+        hugging_face = "hugging face" if row["plan"].startswith("Hugging Face: ") else "ours"
+        plans["nemo" if row["plan"] == nemo else hugging_face].append(row)
+    cases = {kind: [(r["family"], r["sequence_parallel"]) for r in plans[kind]] for kind in plans}
+    assert [family for family, _ in cases["hugging face"]] == ["qwen3", "phi3"]
+    both_ways = [(family, sp) for family in CHECKS["lab5"].FAMILIES for sp in (False, True)]
+    assert cases["ours"] == both_ways
+    assert cases["nemo"] == [case for case in both_ways if case[0] in ("qwen3", "gemma3")]
+    for row in plans["ours"]:
+        level = "base: " if row["family"] == "mistral" else "model-specific: "
+        assert row["plan"].startswith(level)
+        one, mine = row["gradient_norm"]  # there is one: all parameters are DTensors
+        assert mine == approx(one, rel=1e-5)
+    names = "k_norm", "q_norm"
+    norms = [f"model.layers.{i}.self_attn.{name}.weight" for i in (0, 1) for name in names]
+    for row in plans["nemo"]:
+        assert row["logits"] < 1e-5 and row["loss"] < 1e-5, "no logit shows it"
+        assert row["wrong"] == norms and row["gradient"] > 1e-3
+    rows = [row for row in results["memory"] if row["way"] == gathered]
+    assert [row["ranks"] for row in rows] == [2, 4, 8]
+    for row in rows:
+        assert row["claim"] == 0.5 * (1 - 1 / row["ranks"])
+        for phase in "forward", "backward":
+            for op in "all_gather", "reduce_scatter":
+                assert row[phase][op][0] == 2 * 2 + 1
+
+
+def test_lab5_takes_a_plan_and_prints_one(tmp_path, capsys, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel\n"
+        "mlp = 'model.layers.*.mlp'\n"
+        "part = {f'{mlp}.{name}_proj': ColwiseParallel() for name in ('gate', 'up')}\n"
+        "part |= {f'{mlp}.down_proj': RowwiseParallel()}\n"
+        "def typo(model, sequence_parallel):\n    return {f'{mlp}.gate': ColwiseParallel()}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(CHECKS["lab5"], "CHECKS", {})  # the experiments alone
+    assert grade.run_lab(LABS["lab5"], ["--plan", "mine.part"]) == 0
+    assert "custom: mine.part" in capsys.readouterr().out
+    assert grade.run_lab(LABS["lab5"], ["--plan", "mine.typo"]) == 2
+    found = "error: the plan's model.layers.*.mlp.gate fits no module of LlamaForCausalLM\n"
+    assert capsys.readouterr().err == found
+    assert grade.run_lab(LABS["lab5"], ["--model", "qwen3", "--sp"]) == 0
+    printed = capsys.readouterr().out
+    assert "chosen: model-specific: Qwen3ForCausalLM" in printed
+    assert re.search(r"model\.layers\.\*\.self_attn\.q_norm +QKNormParallel", printed)
+    plans = re.findall(r"^  qwen3 +SP +([^\s:]+)", printed, re.M)
+    assert plans == ["model-specific", "NeMo"]
+
+
+def test_lab6(run):
+    """r = 1: cut over the ranks it is one feature each, mostly zeros."""
+    printed, results = run("lab6", "predicted 720, measured 720: right", "--lora-rank", 1)
+    rows, tokens, hidden = results["ways"], 60, 96
+    assert len(rows) == 3 * 2 * (2 + 3)
+    low = 4 * tokens
+    for row in rows:
+        world, way, parallel = row["ranks"], row["way"], row["sequence_parallel"]
+        sent = {"all_gather": low, "reduce_scatter": low} if parallel else {"all_reduce": low}
+        cut = {"all_gather": low * world, "reduce_scatter": low * world}
+        assert row["forward"] == row["backward"] == {"joined": {}, "apart": sent}.get(way, cut)
+        summed = way == "joined" or (way == "apart" and parallel)
+        assert row["step"] == ({"all_reduce": 4 * 2 * hidden} if summed else {})
+        own = tokens // world if way == "apart" and parallel else tokens
+        assert row["kept"] == 4 * (own * hidden + tokens), "and not a byte for the frozen W"
+    first, second = [row["trained"] for row in rows if row["ranks"] == 2][8:10]
+    assert first + second == 2 * (96 + 130), "sharded: no number is held twice"
+    assert first - second == 2 * 96, "the second rank holds no row of A, and no column of B"
+    installed = importlib.util.find_spec("peft") is not None
+    assert results["peft_installed"] == installed
+    assert ("against peft's layers: not run, peft is not installed" in printed) != installed
+    h, features, r = SHOWN["lab6"].SMALL
+    for counts, runs in results["training"].items():
+        one, good, bad = (runs[name] for name in ("one device", "SP, summed", "SP, not summed"))
+        assert good["drift"] < 1e-6 and good["frozen"]
+        assert good["state"] <= 2 * r * (2 * h + features), "none for W"
+        assert bad["losses"][0] == approx(one["losses"][0], rel=1e-6)
+        assert bad["unsummed_gradient_error"] > 0.3 and bad["drift"] > 0.01
+        assert bad["losses"][-1] < bad["losses"][0] / 2, "the loss falls"
+        if counts == "answers only":  # rank 0 has the prompt: its replicas never saw a gradient
+            assert bad["losses"] == approx(one["losses"], rel=1e-3)
+            assert bad["exported"] > 2 * bad["held_out"], "what is saved is not what was trained"
+    good, bad = results["translation"].values()  # in place it leaks into a later model
+    assert good["adapted_error"] < 1e-5 and bad["adapted_error"] < 1e-5, "that one shows nothing"
+    assert good["plan"] == ["ColwiseParallel", "RowwiseParallel"]
+    assert bad["plan"] == ["ColwiseParallelLoRA", "RowwiseParallelLoRA"]
+    assert good["later_model"].startswith("as on one device")
+    assert bad["later_model"] == "AttributeError: 'Linear' object has no attribute 'lora_A'"
+
+
+def test_lab7(run):
+    """By hand. 1024 tokens on 4 ranks: 256 queries have 256 * 257 / 2 pairs with their own keys,
+    256^2 with earlier ones; zigzag has half of those in every step. Bytes that a rank of 4 sends
+    for 256 tokens, 8 heads of 16 numbers, float64."""
+    _, results = run("lab7", "predicted 458752, measured 458752: right")
+    balance, own, earlier = results["balance"], 256 * 257 // 2, 256 * 256
+    contiguous = [[own] + [earlier] * r + [0] * (3 - r) for r in range(4)]
+    assert balance["contiguous"]["pairs"] == contiguous
+    in_itself = 2 * (128 * 129 // 2) + 128 * 128
+    assert balance["zigzag"]["pairs"] == [[in_itself] + [earlier // 2] * 3] * 4
+    assert balance["contiguous"]["lockstep"] > 1.74 and balance["zigzag"]["lockstep"] == 1
+    for P, (contiguous, zigzag) in balance["long"].items():
+        assert contiguous > (2 * int(P) - 1) / int(P) - 0.01 and zigzag < 1.01
+    ways = {(r["heads"], r["kv_heads"], r["ranks"], r["way"]): r for r in results["ways"]}
+    tokens = 256 * 128 * 8  # all of them, as bytes
+    names = "SP", "Ulysses", "CP, ring", "CP, all-gather"
+    sent = [ways[8, 8, 4, way]["forward"] / tokens for way in names]
+    assert sent == [2 * 3 / 4, 4 / 4 * 3 / 4, 2 * 3 / 4, 2 * 3 / 4]
+    assert ways[8, 4, 4, "CP, ring"]["forward"] == tokens * 3 / 4, "half of the KV heads"
+    assert ways[8, 8, 4, "CP, ring"]["backward"] == 2 * tokens * 7 / 4
+    refused = {way: row["refused"] for (*_, way), row in ways.items() if "refused" in row}
+    assert refused.keys() == {"SP", "Ulysses"} and "3 heads" in refused["SP"]
+
+
+@pytest.mark.parametrize("length", [5, 333])  # 5: with zigzag 3 of the 8 chunks are empty
+def test_lab7_counts_for_lengths_that_nothing_divides(length):
+    counted = ranks.on_ranks(4, SHOWN["lab7"].balance_on_rank, lab7, 0, length)
+    for placement in "contiguous", "zigzag":
+        for pairs, found in zip(lab7.work(length, 4, placement), counted):
+            count = found[placement]
+            assert pairs.sum() <= count["in_tiles"] == count["forward"] == count["backward"]
+
+
+def one_devices(reports):
+    """Each rank's loss, norm and gradients are one device's, its messages the formula's."""
+    for report in reports:
+        assert len(report["errors"]) > 5, "loss, norm, and a layer at least"
+        assert max(report["errors"].values()) <= 1e-5 and report["traffic"] == report["expected"]
+
+
+LAYERS = MICROBATCHES = 3
+OWN, EMBEDDED = 2 * LAYERS * MICROBATCHES, (2 * LAYERS + 1) * MICROBATCHES
+MESSAGES = {  # of the first of 2 stages
+    ("count", "all_reduce", "dp"): 1,
+    ("forward", "all_gather", "tp"): OWN,
+    ("forward", "reduce_scatter", "tp"): EMBEDDED,
+    ("forward", "send", "pp"): MICROBATCHES,
+    ("backward", "reduce_scatter", "tp"): OWN,
+    ("backward", "all_gather", "tp"): EMBEDDED,
+    ("gradients", "all_reduce", "tp"): 1,
+    ("gradients", "all_reduce", "embedding"): 1,
+    ("gradients", "all_reduce", "dp"): 1,
+    ("norm", "all_reduce", "model"): 1,
+    ("log", "all_reduce", "pp"): 1,
+    ("log", "all_reduce", "dp"): 1,
+}
+
+
+def test_lab8(run):
+    _, results = run("lab8", "predicted 1.414, measured 1.41421: right")
+    reports = results["ranks"]
+    assert results["mesh"] == {"dp": 2, "pp": 2, "tp": 2} and len(reports) == 8
+    one_devices(reports)
+    names = {name for report in reports for name in report["errors"]}
+    assert len(names) == 2 + 1 + 9 * 5 + 2, "loss, norm; table, 5 layers, norm, table as head"
+    groups = reports[5]["groups"]  # replica 1, the first stage, the second half of tp
+    assert [groups[name] for name in ("dp", "pp", "tp")] == [[1, 5], [5, 7], [4, 5]]
+    assert groups["embedding"] == [5, 7] and groups["model"] == [4, 5, 6, 7]
+    assert {tuple(row[:3]): row[3] for row in reports[5]["traffic"]} == MESSAGES
+    (right, *wrong), one = reports[0]["norms"], reports[0]["one_device"]["norm"]
+    for report in reports:
+        assert report["norms"][right] == approx(one, rel=1e-5)
+        assert all(abs(report["norms"][name] / one - 1) > 1e-3 for name in wrong)
+    own = [report["norms"]["this rank's part (torch's own clip)"] for report in reports]
+    assert len(set(own)) == 4 and own[:4] == own[4:], "each of a replica clips by another factor"
+
+
+MESHES = [(1, 4, 2), (1, 2, 4), (1, 1, 8), (1, 8, 1), (8, 1, 1), (3, 1, 2)]
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=lambda shape: "x".join(map(str, shape)))
+def test_lab8_on_any_mesh_is_one_device(shape):
+    sizes = dict(zip(("dp", "pp", "tp"), shape))
+    one_devices(ranks.on_ranks(math.prod(shape), SHOWN["lab8"].prove_on_rank, lab8, sizes, 2, 5))
+
+
+def test_lab8s_mesh_where_the_command_line_does_not_say(monkeypatch):
+    def sizes(dp=None, pp=None, tp=None):
+        return tuple(SHOWN["lab8"].mesh_sizes(SimpleNamespace(dp=dp, pp=pp, tp=tp)).values())
+
+    assert sizes() == (2, 2, 2) and sizes(1, 1, 1) == (1, 1, 1)
+    assert sizes(pp=4) == (1, 4, 2) and sizes(tp=4) == (1, 2, 4) and sizes(dp=8) == (8, 1, 1)
+    monkeypatch.setenv("RANK", "0")
+    for world, shape in ((1, (1, 1, 1)), (2, (1, 1, 2)), (6, (3, 1, 2)), (16, (4, 2, 2))):
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        assert sizes() == shape
+    found = "2 x 2 x 2 is 8 ranks, and torchrun started 16; --dp 16 --pp 1"
+    with pytest.raises(ranks.Unusable, match=found):
+        sizes(2, 2, 2)
+
+
+SRUN = """#!/bin/bash
+# srun: the command once for each node, here all of them on this machine
+while [[ $1 == --* ]]; do shift; done
+for ((node = 0; node < SLURM_NNODES; node++)); do
+    "$@" > "$SLURM_TEST/node$node.out" 2>&1 &
+    agents+=($!)
+done
+for agent in "${agents[@]}"; do wait "$agent" || status=1; done
+exit "${status:-0}"
+"""
+
+
+def slurm(folder, *options):
+    """labs/lab8_3d.slurm under a Slurm of ours; returns (exit status, what all agents printed)."""
+    for name, text in {"srun": SRUN, "scontrol": "#!/bin/bash\necho localhost\n"}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    path = os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2"}
+    job |= {"SLURM_CPUS_PER_TASK": "2", "SLURM_TEST": str(folder), "PATH": path}
+    command = ["bash", ROOT / "labs" / "lab8_3d.slurm", *map(str, options)]
+    run = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT | job, timeout=300)
+    return run.returncode, "".join((folder / f"node{node}.out").read_text() for node in (0, 1))
+
+
+def test_lab8_on_two_nodes(tmp_path):
+    status, printed = slurm(tmp_path, "--json", tmp_path / "lab8.json")
+    assert status == 0, printed
+    assert "LLaMA on 4 ranks of 2 nodes, dp x pp x tp = 1 x 2 x 2, beside one device" in printed
+    assert printed.count("PASS lab8_3d: all 7 exercises' checks hold") == 1, "rank 0 alone speaks"
+    reports = json.loads((tmp_path / "lab8.json").read_text())["ranks"]
+    one_devices(reports)
+    assert [report["node"] for report in reports] == [0, 0, 1, 1]
+    rows = [line.split()[2] for line in printed.splitlines() if "across nodes" in line]
+    assert set(rows) == {"pp", "embedding", "model"}, "tp stays on its node"
+
+
+def test_bad_input_ends_lab8_on_both_nodes(tmp_path):
+    """Rank 0 alone reads the command line: the others, on either node, must not wait for it."""
+    status, printed = slurm(tmp_path, "--tp", 3)
+    found = "error: argument --tp: 3 does not divide the 4 ranks that torchrun started"
+    assert status == 1 and printed.count(found) == 1
+
+
+def test_lab9(run):
+    """3 ranks divide both units."""
+    layer, root = 60 * 12 * (5 + 5 + 1 + 1) + 3 * 60 * 101 + 2 * 60, 512 * 60 + 60
+    state = 4 * (4 * (root + 4 * layer) // 3 + root)
+    _, results = run("lab9", f"predicted {state:g}, measured {state:g}: right")
+    assert list(results["errors"]) == ["plain", "ZeRO-1", "ZeRO-2", "ZeRO-3", "fully_shard"]
+    assert all(error < 1e-9 for error in results["errors"].values())
+    plain, one, two, three, fsdp = rows = results["memory"]
+    for row in rows:
+        peak, predicted = row["peak"], row["predicted"]
+        assert all(peak[part] == predicted[part] for part in SHOWN["lab9"].STATE)
+        assert sum(peak.values()) == approx(sum(predicted.values()), rel=0.02)
+        assert max(row["curve"]) == sum(peak.values())
+        assert row["sent"] == row["predicted_sent"]
+    n = plain["sent"]["all_reduce"]
+    assert plain["peak"]["optimizer"] == 2 * n == 3 * one["peak"]["optimizer"]
+    assert one["sent"] == two["sent"] == {"reduce_scatter": n, "all_gather": n}
+    assert n < three["sent"]["all_gather"] < 2 * n
+    assert fsdp["peak"]["parameters"] > three["peak"]["parameters"], "its rows are padded"
