@@ -185,7 +185,6 @@ def layouts():
 MODELS = {"llama-3.2-1b": "Llama 3.2 1B", "llama-3.1-8b": "Llama 3.1 8B"}
 STRATEGIES = ["tp", "sp_megatron", "sp_ulysses", "sp_ulysses --shard-weights", "pp"]
 WAYS = [("block", "chunked"), ("none", "chunked"), ("block", "full")]  # recomputation, loss
-WAYS += [("selective", "chunked"), ("offload", "chunked")]
 JOURNAL = HERE.parent / ".oom_search.jsonl"  # oom_search.py's own: what was predicted before
 SHORTEST, LONGEST = 2048, 2**17  # tokens, a rank; what is longer goes on as a straight line
 EXACT = 0.01  # how far a straight line between two lengths may be from the prediction
