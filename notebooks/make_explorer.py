@@ -184,8 +184,8 @@ def layouts():
 
 MODELS = {"llama-3.2-1b": "Llama 3.2 1B", "llama-3.1-8b": "Llama 3.1 8B"}
 STRATEGIES = ["tp", "sp_megatron", "sp_ulysses", "sp_ulysses --shard-weights", "pp"]
-WAYS = [("block", "chunked"), ("none", "chunked"), ("block", "full")]  # recomputation, loss
-WAYS += [("selective", "chunked"), ("offload", "chunked")]
+# Recomputation, loss; offload takes as many probes again, the longest of all
+WAYS = [("block", "chunked"), ("none", "chunked"), ("block", "full"), ("selective", "chunked")]
 JOURNAL = HERE.parent / ".oom_search.jsonl"  # oom_search.py's own: what was predicted before
 SHORTEST, LONGEST = 2048, 2**17  # tokens, a rank; what is longer goes on as a straight line
 EXACT = 0.01  # how far a straight line between two lengths may be from the prediction
@@ -205,6 +205,7 @@ def memory():
     curves: for each of settings() and each rank that may need most, [[tokens, *parts], ...].
     steps: the same at the peak inside AdamW's step, which does not depend on the length, nor on
     what is recomputed; of it the optimizer's state is there during forward and backward, too.
+    Anew, without the journal, all this takes about 45 minutes of a laptop's core.
     """
     known = oom_search.read_journal(JOURNAL)
     for name in oom_search.PRELOAD:

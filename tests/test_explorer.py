@@ -292,7 +292,7 @@ def test_memory_is_predicted(maker, tmp_path, case):
 @pytest.mark.slow
 def test_memory_on_the_page(browser, maker):
     """Peak, limit and longest length, of 20 settings, as from the page's data in Python."""
-    memory, most = maker.embedded(PAGE)["memory"], {}
+    memory = maker.embedded(PAGE)["memory"]
     with opened(browser, "memory") as tab:
         for i, (setting, mib) in enumerate(memory_settings(memory, 3, 20)):
             key, recompute, loss, optimizer, length = setting
@@ -318,8 +318,6 @@ def test_memory_on_the_page(browser, maker):
                 for n in (longest, longest + 512)
             ]
             assert fits == [True, False] or longest == 2048 and fits == [False, False]
-            most[gpu] = longest
-    assert len(set(most.values())) == len(most)
 
 
 @pytest.mark.slow
