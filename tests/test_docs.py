@@ -124,7 +124,7 @@ def test_budgets(name, lines):
 ELSEWHERE = {  # commands that are run as they stand, but not by the test below
     r"make |python3 -m venv": ".ci/run",
     r"torchrun --nnodes": "test_nodes.py and test_lab_runs.py, on one machine",
-    r"python labs/lab\d_\w+\.py$": "test_lab_runs.py",
+    r"python labs/lab\d_\w+\.py$": "test_lab_runs.py, in one process",
     r"python my_labs/lab1_collectives\.py": "test_labs.py, with a bug",
     r"python tests/copies\.py": "test_user.py, on a copy",
     r"python tests/(mutants|prove)\.py": "prove.py",

@@ -135,6 +135,7 @@ OTHERWISE = {  # how the experiments are run with other right answers
     "lab1": ["--ranks", "2"],
     "lab2": ["--length", "2"],  # fewer tokens than ranks
     "lab4": ["--pairs", "1"],
+    "lab5": ["--model", "phi3"],
     "lab8": ["--pp", "4", "--dp", "2", "--tp", "1"],
     "lab9": ["--ranks", "2"],
 }
