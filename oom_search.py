@@ -716,8 +716,11 @@ def append(path, entry):
         print(f"error: cannot write the journal {path}: {problem.strerror}", file=sys.stderr)
 
 
-def run_all(options):
-    """Search every strategy on every number of GPUs; returns the rows in the order asked for."""
+def run_all(options, stop):
+    """Search every strategy on every number of GPUs; returns the rows in the order asked for.
+
+    stop: an Event, set by Ctrl-C; then no probe stays behind.
+    """
     cells = [(name, world) for name in options.strategies for world in options.nproc]
     waiting, active, rows, seconds, counts = list(cells), {}, {}, [], Counter()
     brackets = {cell: [0, None] for cell in cells}
@@ -740,6 +743,8 @@ def run_all(options):
     with tempfile.TemporaryDirectory(prefix="oom_search_") as folder:
         try:
             while waiting or active:
+                if stop.is_set():
+                    raise KeyboardInterrupt
                 while waiting and len(active) < options.jobs:
                     cell = waiting.pop(0)
                     advance(cell, answer(*cell, options, brackets[cell]))
@@ -756,7 +761,7 @@ def run_all(options):
                         advance(cell, walk, result)
                         if result["verdict"] != "unusable":  # then one line says why, alone
                             progress(cell, brackets, seconds, counts, active, waiting, options)
-        finally:  # Ctrl-C comes through here too
+        finally:
             for _, job in active.values():
                 end(job)
     return [rows[cell] for cell in cells]
@@ -985,9 +990,10 @@ def main(argv=None):
     """Returns the exit status: 0 all answered, 1 a strategy had an error, 2 unusable options."""
     try:
         options = parse(argv)
-        # SIGTERM ends it like Ctrl-C: no probe stays behind
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        rows = run_all(options)
+        stop = threading.Event()  # an exception would be lost where it meets a fork
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: stop.set())
+        rows = run_all(options, stop)
         if all(row["verdict"] == "unusable" for row in rows):
             raise Unusable(rows[0]["error"])
         answered = report(rows, options)

@@ -393,24 +393,24 @@ def limits_table(part):
 
 
 def proved_table(part):
-    """What `make prove` ran, a line each."""
+    """What `make prove` ran, in one line."""
     steps = part["steps"]
     said = {name: f"{s['about']['date']}, commit {s['commit']}" for name, s in steps.items()}
-    rows = ["*What takes hours, run whole (`make prove`)*", ""]
+    found = []
     if step := steps.get("mutants"):
         total = step["caught"] + step["equivalent"] + len(step["survived"])
-        rows.append(
-            f"- {step['caught']:,} of {total:,} mutants of the scripts are caught; "
+        found.append(
+            f"of {total:,} small changes to the scripts {step['caught']:,} are caught, "
             f"{step['equivalent']} stand in tests/survivors.txt with the reason why not, "
             f"{len(step['survived'])} survive ({said['mutants']})"
         )
     if step := steps.get("slow"):
         total, failed = sum(step["tests"].values()), len(step["failed"])
-        rows.append(f"- {total - failed:,} of {total:,} slow tests pass ({said['slow']})")
+        found.append(f"{total - failed:,} of {total:,} slow tests pass ({said['slow']})")
     if step := steps.get("oldest"):
         hold = "hold" if step["passed"] else "do not hold"
-        rows.append(f"- the four proofs {hold} with the oldest transformers ({said['oldest']})")
-    return "\n".join(rows) + "\n"
+        found.append(f"the four proofs {hold} with the oldest transformers ({said['oldest']})")
+    return f"Run whole, for hours (`make prove`): {'; '.join(found)}.\n"
 
 
 TABLES = {"lengths": lengths_table, "cpu": cpu_table, "gpu": gpu_table, "limits": limits_table}
