@@ -394,21 +394,18 @@ def probe(case, rank, folder):
     warnings.filterwarnings("ignore", category=FutureWarning)
     transformers.logging.set_verbosity_error()
     found = json.dumps(run_step(case))
-    write_whole(f"{folder}/result_{rank}", lambda path: Path(path).write_text(found))
+    write_whole(f"{folder}/result_{rank}", lambda draft: draft.write_text(found))
     if case["how"] == "measured":  # whoever leaves first may take the connection with it
         torch.distributed.barrier()
 
 
+# Copied from tp.py
 def write_whole(path, write):
     """Have write(another path) make the file, then name it path: whole or not at all."""
-    draft = f"{path}.{os.getpid()}{Path(path).suffix}"
-    try:
+    with tempfile.TemporaryDirectory(dir=Path(path).absolute().parent) as folder:
+        draft = Path(folder, "draft")
         write(draft)
-        os.replace(draft, path)
-    except OSError as problem:  # a full disk
-        raise Unusable(f"cannot write {path}: {problem}") from None
-    finally:
-        Path(draft).unlink(missing_ok=True)
+        draft.replace(path)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1001,7 +998,10 @@ def main(argv=None):
         out = {key: getattr(options, key) for key in keys} | {"results": rows}
         if options.json:
             text = json.dumps(out, indent=1) + "\n"
-            write_whole(options.json, lambda path: Path(path).write_text(text))
+            try:
+                write_whole(options.json, lambda draft: draft.write_text(text))
+            except OSError as problem:  # a full disk
+                raise Unusable(f"cannot write {options.json}: {problem}") from None
         return 0 if answered else 1
     except Unusable as problem:
         print(f"error: {problem}", file=sys.stderr)

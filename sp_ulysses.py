@@ -906,8 +906,9 @@ class Meter(TorchDispatchMode):
     def hold(self, tensors):
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            self.alive[storage._cdata] = storage
-        self.peak = max(self.peak, self.now())
+            if storage._cdata not in self.alive:
+                self.alive[storage._cdata] = storage
+                self.peak = max(self.peak, self.now())
 
     def now(self):  # sizes anew: fully_shard drops and fills gathered weights' storages in place
         return sum(storage.nbytes() for storage in self.alive.values())
@@ -996,9 +997,8 @@ def check_benchmark(args, group):
         say("  (times on a CPU, over gloo: they do not predict a GPU's)")
     pairs = ("count", "expected_count"), ("bytes", "expected_bytes")
     wrong = [row for row in traffic if any(row[a] != row[b] for a, b in pairs)]
-    problems = [f"traffic, {row['phase']} {row['op']}" for row in wrong]
     figures, more = FIGURES(model, step, args, group) if FIGURES else ({}, [])
-    problems += more
+    problems = [f"traffic, {row['phase']} {row['op']}" for row in wrong] + more
     speed = args.batch * args.length / seconds["forward + backward"]["median"]
     summary = f"{speed:.0f} tokens a second, all traffic as the formula says"
     if args.backend == "fake":

@@ -69,9 +69,9 @@ def lengths(trial):
     if trial:
         model = large = "--model tiny --nproc 1 2 --memory-gib 0.1"  # the last of an option counts
     search = "python oom_search.py --how predicted --fresh --strategy all"
-    found = yield "40 GiB", f"{search} --nproc 1 2 4 8 --memory-gib 40 {model}"
-    if not trial and "result" in found:
-        plot.picture(found["result"]).savefig(HERE / "lengths.png", dpi=120)
+    outcome = yield "40 GiB", f"{search} --nproc 1 2 4 8 --memory-gib 40 {model}"
+    if not trial and "result" in outcome:
+        plot.picture(outcome["result"]).savefig(HERE / "lengths.png", dpi=120)
     yield "40 GiB, offload", f"{search} --nproc 1 2 --memory-gib 40 --recompute offload {model}"
     for name, options in REMEDIES.items():
         yield f"80 GiB, {name}", f"{search} --nproc 1 8 --memory-gib 80 {options} {large}"
@@ -396,21 +396,21 @@ def proved_table(part):
     """What `make prove` ran, in one line."""
     steps = part["steps"]
     said = {name: f"{s['about']['date']}, commit {s['commit']}" for name, s in steps.items()}
-    found = []
+    told = []
     if step := steps.get("mutants"):
         total = step["caught"] + step["equivalent"] + len(step["survived"])
-        found.append(
+        told.append(
             f"of {total:,} small changes to the scripts {step['caught']:,} are caught, "
             f"{step['equivalent']} stand in tests/survivors.txt with the reason why not, "
             f"{len(step['survived'])} survive ({said['mutants']})"
         )
     if step := steps.get("slow"):
         total, failed = sum(step["tests"].values()), len(step["failed"])
-        found.append(f"{total - failed:,} of {total:,} slow tests pass ({said['slow']})")
+        told.append(f"{total - failed:,} of {total:,} slow tests pass ({said['slow']})")
     if step := steps.get("oldest"):
         hold = "hold" if step["passed"] else "do not hold"
-        found.append(f"the four proofs {hold} with the oldest transformers ({said['oldest']})")
-    return f"Run whole, for hours (`make prove`): {'; '.join(found)}.\n"
+        told.append(f"the four proofs {hold} with the oldest transformers ({said['oldest']})")
+    return f"Run whole, for hours (`make prove`): {'; '.join(told)}.\n"
 
 
 TABLES = {"lengths": lengths_table, "cpu": cpu_table, "gpu": gpu_table, "limits": limits_table}

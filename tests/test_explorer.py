@@ -1,10 +1,11 @@
 """notebooks/explorer.html: its data made anew, and its views in a real browser."""
 
-import importlib.util
+import importlib
 import json
 import random
 import re
 import shutil
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -24,10 +25,8 @@ QUIET += ["--disable-component-update", "--disable-sync", "--no-first-run"]
 @pytest.fixture(scope="module")
 def maker():
     """notebooks/make_explorer.py as a module."""
-    spec = importlib.util.spec_from_file_location("make_explorer", PAGE.parent / "make_explorer.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, str(PAGE.parent))
+    return importlib.import_module("make_explorer")
 
 
 def test_page_is_made_of_its_parts(maker):
@@ -168,10 +167,9 @@ def test_links_from_the_notes_name_moments(browser):
             view, *words = link.split("&")
             tab.evaluate("to => { location.hash = to }", f"#{link}")
             wait(tab, f"current.id === '{view}' && document.querySelector('main svg.picture')")
+            bare = tab.evaluate("current.bare")
             for word in words:
-                key, value = (
-                    word.split("=") if "=" in word else (tab.evaluate("current.bare"), word)
-                )
+                key, value = word.split("=") if "=" in word else (bare, word)
                 assert str(tab.evaluate(f"state.{key}")) == value, link
             if "step=" in link:
                 told = tab.locator(".player output").inner_text()
@@ -313,10 +311,8 @@ def test_memory_on_the_page(browser, maker):
             assert ("fits" in shown) == (mib <= room * 1024)
             longest = tab.locator("h2").first.inner_text().split(":")[1].replace(",", "")
             longest = int(re.search(r"\d+", longest)[0])
-            fits = [
-                interpolated(memory, *setting[:-1], n) <= 1024 * room
-                for n in (longest, longest + 512)
-            ]
+            peaks = [interpolated(memory, *setting[:-1], n) for n in (longest, longest + 512)]
+            fits = [peak <= 1024 * room for peak in peaks]
             assert fits == [True, False] or longest == 2048 and fits == [False, False]
 
 

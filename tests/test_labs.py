@@ -13,8 +13,8 @@ from learner import CHECKS, LABS, NAMES, REGION, SHOWN, answered, grade, graded,
 EACH_LAB = pytest.mark.parametrize("name", NAMES)
 LONG_LESSONS = {"lab3": 550, "lab8": 550}
 MAIN = '\nif __name__ == "__main__":'
-RIGHT = {name: listed(name)[0] for name in NAMES}
-CAUGHT = [(name, *case) for name in NAMES for case in listed(name)[1]]
+LISTED = {name: listed(name) for name in NAMES}
+CAUGHT = [(name, *case) for name, (_, cases) in LISTED.items() for case in cases]
 
 
 @EACH_LAB
@@ -70,7 +70,7 @@ def test_what_is_handed_out_says_the_task_and_gives_no_line_of_ours_away(name):
 @EACH_LAB
 def test_the_answers_are_a_right_one_and_three_wrong_ones_and_every_bug(name):
     wrong = Counter(exercise for lab, exercise, bug, *_ in CAUGHT if lab == name and not bug)
-    assert set(RIGHT[name]) == set(CHECKS[name].CHECKS)
+    assert set(LISTED[name][0]) == set(CHECKS[name].CHECKS)
     assert all(wrong[exercise] >= 3 for exercise in CHECKS[name].CHECKS), wrong
     bugs = [bug for lab, _, bug, *_ in CAUGHT if lab == name and bug]
     assert sorted(bugs) == sorted(bug.__name__ for bug in CHECKS[name].BUGS)
@@ -145,7 +145,7 @@ OTHERWISE = {  # how the experiments are run with other right answers
 @EACH_LAB
 def test_other_right_answers_pass_and_serve_the_experiments(name, tmp_path, capsys, monkeypatch):
     mine = tmp_path / LABS[name].name
-    mine.write_text(answered(LABS[name], RIGHT[name]))
+    mine.write_text(answered(LABS[name], LISTED[name][0]))
     assert grade.main([name, "--file", str(mine), "--seed", "7", "--timeout", "90"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(rf"PASS {mine.stem}: (\d+) of \1 exercises pass", last)
@@ -159,7 +159,7 @@ def test_a_bug_fails_a_lab_in_my_labs_alone(tmp_path):
     (tmp_path / "labs").symlink_to(ROOT / "labs")
     mine, results = tmp_path / "my_labs" / LABS["lab1"].name, tmp_path / "results.json"
     mine.parent.mkdir()
-    mine.write_text(answered(LABS["lab1"], RIGHT["lab1"]))
+    mine.write_text(answered(LABS["lab1"], LISTED["lab1"][0]))
     run = python(mine, "--inject-bug", "all_to_everyone", "--json", results, cwd=tmp_path)
     assert run.returncode == 1 and run.stdout.endswith("\nFAIL lab1_collectives: all_reduce\n")
     seen = json.loads(results.read_text())

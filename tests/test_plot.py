@@ -64,7 +64,11 @@ def test_limits_are_what_the_search_found():
     lengths, memory = plot.picture(RUNS["limits"]).axes
     assert [text.get_text() for text in lengths.texts] == ["512"]
     assert [(bar.get_x(), bar.get_width()) for bar in memory.patches] == [(0, 0.5), (0.5, 0.25)]
-    assert memory.lines[0].get_xdata() == [1, 1] and plot.picture(RUNS["at"]).axes
+    assert memory.lines[0].get_xdata() == [1, 1]
+    assert lengths.get_title().startswith("longest sequence in tokens")
+    asked = plot.picture(RUNS["at"]).axes[0]
+    assert asked.get_title().startswith("tokens in the sequence")
+    assert [label.get_text() for label in asked.get_yticklabels()] == ["tp, 2 ranks, 9 tokens"]
 
 
 BAD = {"run.json": "{}", "list.json": "[1]", "text.json": "no", "other.json": '{"results": []}'}

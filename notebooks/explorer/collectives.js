@@ -37,14 +37,12 @@ function duration(seconds) {
   return `${Number((seconds * size).toPrecision(3))} ${unit}`;
 }
 
-// Seconds of so many steps: each costs the latency, and the time of its bytes (lab 1: a + b m).
-function timeOf(run, steps, message, latency, bandwidth) {
-  return run[0].slice(1, steps + 1).reduce((sum, [, sent]) =>
-    sum + latency * 1e-6 + ((sent.length / run.length) * message) / (bandwidth * 1e9), 0);
-}
-
 const bytesOf = (run, steps, message) =>
   run[0].slice(1, steps + 1).reduce((sum, [, sent]) => sum + (sent.length / run.length) * message, 0);
+
+// Seconds of so many steps: each costs the latency, and the time of its bytes (lab 1: a + b m).
+const timeOf = (run, steps, message, latency, bandwidth) =>
+  steps * latency * 1e-6 + bytesOf(run, steps, message) / (bandwidth * 1e9);
 
 // Where a rank and its cells are: on an ellipse, or in rows on a phone.
 function ringPlaces(P, narrow) {
@@ -185,7 +183,10 @@ view({
     const words = collectiveWords(run, op, step);
     const curve = (name, look, operation) => ({
       name, look,
-      time: (size) => timeOf(DATA.collectives[operation][P - 2], Infinity, size, latency, bandwidth),
+      time: (size) => {
+        const other = DATA.collectives[operation][P - 2];
+        return timeOf(other, other[0].length - 1, size, latency, bandwidth);
+      },
     });
     const curves = [curve("ring", "ring", "all_reduce"), curve("gather and add", "gather", "gather_and_add")];
     say(words);

@@ -168,12 +168,10 @@ function patterns() {
 }
 
 function layoutLegend() {
-  const key = (fill, words, more) =>
-    html("span", tip(more), svg("svg", { viewBox: "0 0 26 16", "aria-hidden": "true" }, svg("rect", { width: 26, height: 16, fill, class: "held" })), words);
   return html("div", { class: "legend" },
-    key("var(--rank0)", "a rank's own shard", "tokens: a band from left to right; heads or features: from top to bottom"),
-    key("url(#replicated)", "replicated", "all of it, the same on every rank"),
-    key("url(#partial)", "partial sum", "all of it, but only the sum over the ranks is right"));
+    entry("var(--rank0)", "a rank's own shard", tip("tokens: a band from left to right; heads or features: from top to bottom")),
+    entry("url(#replicated)", "replicated", tip("all of it, the same on every rank")),
+    entry("url(#partial)", "partial sum", tip("all of it, but only the sum over the ranks is right")));
 }
 
 view({

@@ -176,9 +176,7 @@ function contest(state, set) {
 
 function partKeys(found) {
   return html("div", { class: "legend" }, DATA.memory.parts.map((name, i) =>
-    found.parts[i] < 6 ? null : html("span", {},
-      svg("svg", { viewBox: "0 0 26 16", "aria-hidden": "true" }, svg("rect", { width: 26, height: 16, fill: `var(--${PART_COLOURS[i]})` })),
-      `${name} ${gib(found.parts[i])}`)));
+    found.parts[i] < 6 ? null : entry(`var(--${PART_COLOURS[i]})`, `${name} ${gib(found.parts[i])}`)));
 }
 
 view({

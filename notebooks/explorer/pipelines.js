@@ -72,11 +72,9 @@ const percent = (x) => (x === null ? "none" : `${(100 * x).toFixed(1)}%`);
 const forwards = (time, unit) => `${+(time / unit).toFixed(2)}`;
 
 function timelineKeys(kinds, V) {
-  const key = (fill, words) =>
-    html("span", {}, svg("svg", { viewBox: "0 0 26 16", "aria-hidden": "true" }, svg("rect", { width: 26, height: 16, fill })), words);
   return html("div", { class: "legend" },
-    kinds.map((kind) => key(`url(#${kind})`, `${kind}: ${ACTION_NAMES[kind]}`)),
-    key("var(--pale)", "waits: the bubble"),
+    kinds.map((kind) => entry(`url(#${kind})`, `${kind}: ${ACTION_NAMES[kind]}`)),
+    entry("var(--pale)", "waits: the bubble"),
     V > 1 ? html("span", {}, "lighter: the rank's later stages") : null,
     html("span", {}, "a number: the microbatch; click one to follow it"));
 }

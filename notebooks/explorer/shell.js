@@ -100,6 +100,12 @@ function say(words) {
 // figure("2 KiB", "message bytes"): a number with what it is
 const figure = (number, words) => html("div", { class: "figure" }, html("b", {}, number), words);
 
+// A legend's entry: a box of what fills it, and its meaning
+function entry(fill, words, attributes = {}) {
+  const box = svg("rect", { width: 26, height: 16, fill, class: "held" });
+  return html("span", attributes, svg("svg", { viewBox: "0 0 26 16", "aria-hidden": "true" }, box), words);
+}
+
 // Controls: each changes one key of the state
 // -------------------------------------------------------------------------------------------------
 
