@@ -44,8 +44,8 @@ def slow():
     """Every slow test: real weights, faults, documents' commands, notebooks, labs."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        pytest = ["-m", "pytest", "-m", "slow", "-n", "2", "--dist", "loadfile"]
-        pytest += ["--no-loadscope-reorder", f"--junitxml={report}"]
+        pytest = ["-m", "pytest", "-m", "slow", "-n", "2", "--dist", "worksteal"]
+        pytest += ["--durations=20", f"--junitxml={report}"]
         run = subprocess.run([sys.executable, *pytest], cwd=ROOT)
         cases = list(ElementTree.parse(report).iter("testcase"))
     files = Counter(case.get("classname").removeprefix("tests.") for case in cases)
