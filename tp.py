@@ -1093,6 +1093,8 @@ def find_model(name, attention):
         config = transformers.AutoConfig.from_pretrained(**source)
         if config.model_type != "llama":
             raise ValueError(f"model_type {config.model_type}; these scripts take llama")
+        if config.vocab_size < 2 or config.intermediate_size < 1:
+            raise ValueError("nothing to predict, or MLPs of no width")
         with torch.device("meta"), torch.no_grad():  # shapes without memory: can it run?
             auto = transformers.AutoModelForCausalLM
             model = auto.from_config(config, attn_implementation=attention)
@@ -1142,9 +1144,8 @@ def parse(argv):
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
         least = {"seed": 0, "length": 2}.get(name, 1)  # one token has no next one to predict
-        if type(value) is int and value < least:
-            option = f"--{name.replace('_', '-')}"
-            raise Unusable(f"{option} {value} is too small; {least} would do")
+        if type(value) is int and not least <= value < 1 << 31:
+            raise Unusable(f"--{name.replace('_', '-')} {value} is out of range; {least} would do")
     if args.backend == "fake" and args.mode != "benchmark":
         raise Unusable("--backend fake computes no real values: --mode benchmark only")
     if args.profile and args.mode not in ("benchmark", "all"):
@@ -1251,7 +1252,6 @@ def main(argv=None):
         return 2
     finally:
         signal.signal(signal.SIGINT, before)
-        faulthandler.unregister(signal.SIGTERM)
         if dist.is_initialized():
             dist.destroy_process_group()
             gc.collect()  # gloo's threads must end before Python does; garbage holds the group

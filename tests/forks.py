@@ -34,6 +34,7 @@ MODELS = {  # LLaMA as it really comes. 2, 3, 4 divide none of vocabulary, inter
     "even": {"num_key_value_heads": 4, "tie_word_embeddings": True, "vocab_size": 104,
              "intermediate_size": 48},  # for DTensor
     "gpt2": {"model_type": "gpt2"},  # to be refused
+    "one_word": {"vocab_size": 1},  # too
     "one_layer": {"num_hidden_layers": 1, "num_key_value_heads": 1},
     "four_heads": {"num_attention_heads": 4, "num_key_value_heads": 1, "hidden_size": 16},
     "seven_heads": {"num_attention_heads": 7, "num_key_value_heads": 1, "hidden_size": 28},

@@ -81,10 +81,7 @@ CONFIG = {
     "num_key_value_heads": 1, "vocab_size": 11, "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
 }  # fmt: skip
-SMALL = CONFIG | {
-    "num_hidden_layers": 4,
-    "vocab_size": 300,
-}  # bytes, and as many layers as pp has stages
+SMALL = CONFIG | {"num_hidden_layers": 4, "vocab_size": 300}  # bytes; as many layers as pp's stages
 
 
 @pytest.mark.parametrize("script", ["tp", "sp_megatron", "sp_ulysses", "pp"])
@@ -103,16 +100,8 @@ def test_command_lines(script, monkeypatch, tmp_path):
 
 
 VALUES = st.sampled_from([0, 1, 2, 3, 5, -1, 1.5, None, "x", True, [], {}])
-KEYS = [
-    *CONFIG,
-    "head_dim",
-    "rope_theta",
-    "rms_norm_eps",
-    "pad_token_id",
-    "tie_word_embeddings",
-    "hidden_act",
-    "dtype",
-]
+KEYS = [*CONFIG, "head_dim", "rope_theta", "rms_norm_eps", "pad_token_id"]
+KEYS += ["tie_word_embeddings", "hidden_act", "dtype"]
 
 
 @pytest.mark.parametrize("script", ["tp", "sp_megatron", "sp_ulysses", "pp"])

@@ -80,7 +80,7 @@ def test_limits_are_tried_where_the_prediction_ends():
 
 def test_a_step_that_fails_says_why():
     outcome = make.run("python tp.py --length 1")
-    assert outcome["error"] == ["error: --length 1 is too small; 2 would do"]
+    assert outcome["error"] == ["error: --length 1 is out of range; 2 would do"]
 
 
 def test_a_proof_that_failed_is_not_left_blank():

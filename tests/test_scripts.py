@@ -113,7 +113,8 @@ SELECTIVE = "--length 37 --model shared_kv --recompute selective"
 MODES += [(3, f"{ZERO3} own_kv", "own_kv")]
 MODES += [(3, f"{s} {SELECTIVE}", "shared_kv") for s in SHARDED]
 MODES += [(3, "pp.py --length 37 --model deep --schedule interleaved", "deep")]
-MORE_MODES = [(p, f"{s} --length 64", "tiny") for p in (1, 4) for s in TWO]
+MORE_MODES = [(1, f"{s} --length 64", "tiny") for s in TWO[:-1]]  # no other rank to shard to
+MORE_MODES += [(4, f"{s} --length 64", "tiny") for s in TWO]
 MORE_MODES += [(2, f"{s} --length 128 --dtype bfloat16", "tiny") for s in TWO]
 MORE_MODES += [(4, f"pp.py --length 64 --schedule {s}", "tiny") for s in SCHEDULES]
 
@@ -210,8 +211,7 @@ def test_one_f_one_b_bounds_what_is_in_flight(ranks, world):
 
     boundary = 64 * 48 * 4  # one microbatch's (b, s, h) in float32; a layer's input is one such
     assert growth("afab") > 4 * boundary * (5 // world)
-    assert growth("1f1b") < growth("afab") / 4
-    assert growth("zb") < growth("afab") / 4
+    assert max(growth("1f1b"), growth("zb")) < 2 * boundary  # a message may be on its way
 
 
 @pytest.mark.parametrize("schedule", ["afab", "1f1b"])
