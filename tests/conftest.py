@@ -81,7 +81,7 @@ SAMPLE = (  # of the slow tests, what CI runs: parts of their ids
     "learns[sp_megatron.py-2-", "long_sequences", "under_torchrun_rank_0", "of_each_kind[lengths",
     "operators", "excuses", "changes_the_mathematics", "on_the_page", "is_the_scripts", "view_fits",
     "keys_buttons", "in_the_fragment", "broken_fragments", "name_moments", "unless_motion",
-    "is_predicted[7",
+    "is_predicted[7", "runs_anew[7",
 )  # fmt: skip
 
 
