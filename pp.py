@@ -263,8 +263,8 @@ class Pipeline:
         self.group, self.rank, self.P, self.args = group, group.rank(), group.size(), args
         self.count = self.P * args.virtual_stages
         self.stages = {s: Stage(model, s, self.count) for s in range(self.rank, self.count, self.P)}
-        schedule = SCHEDULES[args.schedule]
-        self.actions = list(schedule(self.rank, self.P, args.microbatches, args.virtual_stages))
+        schedule, sizes = SCHEDULES[args.schedule], (self.P, args.microbatches, args.virtual_stages)
+        self.orders = [list(schedule(rank, *sizes)) for rank in range(self.P)]
         self.channels = open_channels(group, self.count, args)
         self.late = defer_weight_gradients(self.stages) if args.schedule == "zb" else []
         self.timeline = None  # or a list, for (action, begin, end)
@@ -278,7 +278,7 @@ class Pipeline:
         self.held, self.deferred, self.inbox, self.sent = {}, {}, {}, {}
         self.results, self.peak = [], 0
         do = {"F": self.forward, "B": self.backward, "W": self.weights}
-        actions = [action for action in self.actions if backward or action.kind == "F"]
+        actions = [a for a in self.orders[self.rank] if backward or a.kind == "F"]
         for i, action in enumerate(actions):
             for coming in actions[i : i + 2]:  # the next message may arrive while this one computes
                 self.post_receive(coming)
@@ -313,8 +313,6 @@ class Pipeline:
         torch.autograd.backward(out, grad)
         if stage > 0:
             self.send(x.grad, Action("B", stage - 1, m))
-        if Action("F", stage + 1, m) in self.sent:  # arrived, since its gradient did: drop it
-            self.sent.pop(Action("F", stage + 1, m))[0].wait()
         if self.late:
             self.deferred[stage, m] = self.late.copy()
             self.late.clear()
@@ -350,6 +348,10 @@ class Pipeline:
         work, message = self.inbox.pop(action, (None, None))
         if work is not None:
             work.wait()
+            order = self.orders[self.peer(action)]  # what its sender has started from has arrived
+            sender = action._replace(stage=action.stage + (1 if action.kind == "B" else -1))
+            for taken in self.sent.keys() & order[: order.index(sender) + 1]:
+                self.sent.pop(taken)[0].wait()
         return message
 
     def send(self, x, action):
@@ -531,10 +533,8 @@ def check_shape(args, world):
     layers, V, M = args.config.num_hidden_layers, args.virtual_stages, args.microbatches
     if world * V > layers:
         most = layers // V
-        raise Unusable(
-            f"{layers} layers cannot fill {world * V} stages, {V} on each of {world} ranks; "
-            f"at most {most} rank{'s' if most > 1 else ''} would do"
-        )
+        tell = f"{layers} layers cannot fill {world * V} stages, {V} on each of {world} ranks"
+        raise Unusable(f"{tell}; at most {most} rank{'s' if most > 1 else ''} would do")
     every = [list(SCHEDULES[args.schedule](rank, world, M, V)) for rank in range(world)]
     for fault in faults(every, world * V, M):  # better now than by a hang
         raise Unusable(f"--schedule {args.schedule}: {fault}")
@@ -1351,6 +1351,8 @@ def find_model(name, attention):
         config = transformers.AutoConfig.from_pretrained(**source)
         if config.model_type != "llama":
             raise ValueError(f"model_type {config.model_type}; these scripts take llama")
+        if config.vocab_size < 2 or config.intermediate_size < 1:
+            raise ValueError("nothing to predict, or MLPs of no width")
         with torch.device("meta"), torch.no_grad():  # shapes without memory: can it run?
             auto = transformers.AutoModelForCausalLM
             model = auto.from_config(config, attn_implementation=attention)
@@ -1400,9 +1402,8 @@ def parse(argv):
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
         least = {"seed": 0, "length": 2}.get(name, 1)  # one token has no next one to predict
-        if type(value) is int and value < least:
-            option = f"--{name.replace('_', '-')}"
-            raise Unusable(f"{option} {value} is too small; {least} would do")
+        if type(value) is int and not least <= value < 1 << 31:
+            raise Unusable(f"--{name.replace('_', '-')} {value} is out of range; {least} would do")
     if args.backend == "fake" and args.mode != "benchmark":
         raise Unusable("--backend fake computes no real values: --mode benchmark only")
     if args.profile and args.mode not in ("benchmark", "all"):
@@ -1509,7 +1510,6 @@ def main(argv=None):
         return 2
     finally:
         signal.signal(signal.SIGINT, before)
-        faulthandler.unregister(signal.SIGTERM)
         if dist.is_initialized():
             dist.destroy_process_group()
             gc.collect()  # gloo's threads must end before Python does; garbage holds the group
