@@ -430,23 +430,7 @@ def test_prediction_is_what_a_run_takes(tmp_path):
     assert steps[5] == steps[7], "what a prediction's host does is free"
 
 
-SEARCHES = """
-import contextlib, io, json, os, sys, oom_search as o
-os.chdir(sys.argv[2])
-for options in json.loads(sys.argv[1]):
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
-        status = o.main(options)
-    print(json.dumps([status, out.getvalue()]))
-"""
 ONE = "--strategy tp --nproc 1"
-REAL = {
-    "4 KV heads": f"{ONE} --dtype float32 --memory-gib 1 --model kv4",
-    "1 KV head": f"{ONE} --dtype float32 --memory-gib 1 --model kv1",
-    "t4": f"{ONE} --model tiny --gpu t4 --step 4096",
-    "full logits": "--strategy sp --memory-gib 8 --step 1024 --loss full",
-    "plain": "--strategy plain --at 64 16384 --optimizer adamw",
-    "sharded": "--strategy ulysses --nproc 4 --shard-weights --gpu t4 --optimizer adamw --at 64",
-}
 NEITHER = "plain can --recompute block and none, and has no tiles"
 UNUSABLE = {
     f"{ONE} --model ./nowhere": "no such model directory: ./nowhere",
@@ -454,49 +438,49 @@ UNUSABLE = {
     "--strategy plain --nproc 1 --model tiny --at 64 --recompute offload": NEITHER,
     "--strategy plain --nproc 1 --model tiny --at 64 --tile 64": NEITHER,
 }
-REAL |= {line: line for line in UNUSABLE}
 
 
-@pytest.fixture(scope="module")
-def searched(tmp_path_factory):
-    """{name: (exit status, what was printed, the JSON)} of REAL's searches, all in one process."""
-    folder = tmp_path_factory.mktemp("searches")
-    for kv_heads in (1, 4):
-        sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
-        sizes |= {"num_attention_heads": 4, "head_dim": 32, "num_key_value_heads": kv_heads}
-        sizes |= {"vocab_size": 512, "model_type": "llama", "tie_word_embeddings": True}
-        (folder / f"kv{kv_heads}").mkdir()
-        (folder / f"kv{kv_heads}" / "config.json").write_text(json.dumps(sizes))
-    commands = [[*line.split(), "--json", f"{i}.json"] for i, line in enumerate(REAL.values())]
-    done = python("-c", SEARCHES, json.dumps(commands), folder)
-    found = {}
-    for name, line in zip(REAL, done.stdout.splitlines(), strict=True):
-        file = folder / f"{len(found)}.json"
-        found[name] = (*json.loads(line), json.loads(file.read_text()) if file.exists() else None)
-    return found
+@pytest.fixture
+def searched(ranks, tmp_path):
+    """searched(command line) -> exit status, what was printed, the JSON."""
+
+    def search(line):
+        run = ranks(1, f"oom_search.py {line} --journal {tmp_path / 'journal'}")
+        return run.codes[0], run.output, run.json
+
+    return search
 
 
-@pytest.mark.parametrize("name", ["4 KV heads", "1 KV head", "t4"])
-def test_the_matrix_is_made_only_where_a_gpu_would(searched, name):
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_the_matrix_is_made_only_where_a_gpu_would(searched, tmp_path, kv_heads):
     """1 GiB holds four matrices of 4 heads up to 4,096 tokens; without them there is more room."""
-    status, text, results = searched[name]
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "head_dim": 32, "num_key_value_heads": kv_heads}
+    sizes |= {"vocab_size": 512, "model_type": "llama", "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    status, text, results = searched(f"{ONE} --dtype float32 --memory-gib 1 --model {tmp_path}")
     assert status == 0, text
     row = results["results"][0]
     said = re.search(r"^attention: (.*)", text, re.M)[1]
     assert said == row["attention"]
-    math = "math, which makes the s x s matrix ("
-    if name == "t4":
-        assert said == f"{math}none other knows bfloat16 on compute capability 7.5)"
-    elif name == "4 KV heads" or torch.__version__ >= (2, 14):
+    if kv_heads == 4 or torch.__version__ >= (2, 14):
         assert said == "memory-efficient (flash knows no float32)" and row["longest"] > 100_000
     else:
-        assert said.startswith(f"{math}flash knows no float32, memory")
-        assert 3000 < row["longest"] <= 4096
+        why = "math, which makes the s x s matrix (flash knows no float32, memory"
+        assert said.startswith(why) and 3000 < row["longest"] <= 4096
+
+
+def test_a_t4_makes_the_matrix(searched):
+    status, text, results = searched(f"{ONE} --model tiny --gpu t4 --step 4096")
+    assert status == 0, text
+    why = "(none other knows bfloat16 on compute capability 7.5)"
+    assert f"attention: math, which makes the s x s matrix {why}\n" in text
+    assert why in results["results"][0]["attention"]
 
 
 def test_full_logits_cost_what_they_weigh(searched):
     """llama-3.2-1b: SP doubles; full logits are most of the memory."""
-    status, text, out = searched["full logits"]
+    status, text, out = searched("--strategy sp --memory-gib 8 --step 1024 --loss full")
     assert status == 0, text
     one, two = out["results"]
     assert two["longest"] >= 1.8 * one["longest"]
@@ -508,13 +492,13 @@ def test_full_logits_cost_what_they_weigh(searched):
 
 @pytest.mark.parametrize("line,why", UNUSABLE.items())
 def test_what_no_strategy_can_is_unusable(searched, line, why):
-    status, text, _ = searched[line]
+    status, text, _ = searched(line)
     assert status == 2 and text.startswith(f"error: {why}") and text.count("\n") == 1, text
 
 
 def test_plain_is_what_people_have(searched):
     """llama-3.2-1b: Hugging Face's loss makes all logits at once, whatever --loss says."""
-    status, text, out = searched["plain"]
+    status, text, out = searched("--strategy plain --at 64 16384 --optimizer adamw")
     assert status == 0 and "PASS oom_search: 1 of the 2 steps that were tried fit" in text, text
     one, two = out["results"]
     assert (one["loss"], out["loss"], out["optimizer"]) == ("full", "chunked", "adamw")
@@ -527,7 +511,8 @@ def test_plain_is_what_people_have(searched):
 
 def test_sharded_weights_are_gathered_a_layer_at_a_time(searched):
     """llama-3.2-1b: 2.5 GB of weights, of which a layer is 0.12 and what is in no layer 0.53."""
-    status, text, out = searched["sharded"]
+    line = "--strategy ulysses --nproc 4 --shard-weights --gpu t4 --optimizer adamw --at 64"
+    status, text, out = searched(line)
     assert status == 0 and "(GiB for the allocator: one rank 13.6, several 12.6, all-to" in text
     [entry], numbers = out["results"][0]["at"], 1_235_814_400 / 4
     parts = entry["breakdown"]
