@@ -326,15 +326,15 @@ class Pipeline:
         """The part of the batch that microbatch m is."""
         return slice(*split(self.args.batch, m, self.args.microbatches))
 
-    def peer(self, action):
-        """The rank that sends what an action starts from; None if nobody has to."""
-        stage = {"F": action.stage - 1, "B": action.stage + 1}.get(action.kind, -1)
-        return stage % self.P if 0 <= stage < self.count else None
+    def sender(self, action):
+        """The neighbouring stage's action whose result an action starts from; None if none."""
+        return next((n for n in needs(action, self.count) if n.stage != action.stage), None)
 
     def post_receive(self, action):
         """Have an action's message received in the background. Its shape is known: no handshake."""
-        peer = self.peer(action)
-        if peer in (None, self.rank) or action in self.inbox:
+        sender = self.sender(action)
+        peer = self.rank if sender is None else sender.stage % self.P
+        if peer == self.rank or action in self.inbox:
             return
         rows, args = self.rows(action.microbatch), self.args
         shape = rows.stop - rows.start, args.length, args.config.hidden_size
@@ -348,8 +348,8 @@ class Pipeline:
         work, message = self.inbox.pop(action, (None, None))
         if work is not None:
             work.wait()
-            order = self.orders[self.peer(action)]  # what its sender has started from has arrived
-            sender = action._replace(stage=action.stage + (1 if action.kind == "B" else -1))
+            sender = self.sender(action)
+            order = self.orders[sender.stage % self.P]  # what it started from by then has arrived
             for taken in self.sent.keys() & order[: order.index(sender) + 1]:
                 self.sent.pop(taken)[0].wait()
         return message
