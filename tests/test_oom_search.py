@@ -1,5 +1,6 @@
 """oom_search.py: predictions of the real scripts; the search against walls, kills and crashes."""
 
+import importlib
 import json
 import os
 import re
@@ -9,10 +10,14 @@ import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, ROOT, python
+import torch.distributed as dist
+from conftest import ENVIRONMENT, ROOT
+from forks import MODELS, SMALL
+from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(ROOT))
 import oom_search  # noqa: E402
@@ -224,6 +229,7 @@ def wait_for(true, seconds=60):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_killed_and_resumed(folder):
     fake(folder, tp={"sleep": 0.4})
     search = (0, ["--memory-gib", "5", "--strategy", "tp", "--nproc", "1", "2", "--jobs", "1"])
@@ -241,7 +247,10 @@ def test_killed_and_resumed(folder):
     assert len(cases) == len(set(cases)) > before, "no probe was repeated"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+SIGTERM = pytest.param(signal.SIGTERM, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, SIGTERM])
 def test_interrupted(folder, number):
     fake(folder, tp={"sleep": 60})
     how = {"cwd": folder, "env": ENVIRONMENT, "stderr": subprocess.PIPE, "text": True}
@@ -381,53 +390,62 @@ def test_what_kernels_take_for_themselves():
 # The real scripts
 
 
-PAIR = """
-import importlib, json, os, sys, torch.distributed as dist, oom_search as o
-o.BLOCK = 1  # a CPU's allocator knows no blocks
-o.SCRATCH.clear()  # nor do its kernels take what a GPU's do
-common = ["--model", "tiny", "--dtype", "float32", "--attn", "eager", "--batch", "2"]
-common += ["--mode", "benchmark", "--backend", "fake"]
-for name in ("tp.py", "sp_megatron.py", "sp_ulysses.py"):
-    for length in ("512", "4") if name == "tp.py" else ("512",):
-        argv = [*common, "--length", length]
-        script = importlib.import_module(name[:-3])
-        script.main([*argv, "--bench-iters", "1", "--json", sys.argv[1]])
-        real = json.load(open(sys.argv[1]))["benchmark"]["peak_memory_bytes"][0]
-        case = {"how": "predicted", "script": name, "capability": 8.0, "argv": argv}
-        case |= {"plain": False, "optimizer": "none"}
-        print("PAIR", json.dumps([name, length, real, o.run_step(case)]))
+def measure_and_predict(model, file):
+    """As rank 1 of 4, then alone, on a CPU: what steps have alive at their peak, and predictions.
+
+    A CPU's allocator knows no blocks, nor do its kernels take what a GPU's do.
+    """
+    os.environ |= {"RANK": "1", "WORLD_SIZE": "4"}
+    del os.environ["LOCAL_RANK"]  # a fake rank is alone: it speaks
+    oom_search.BLOCK = 1
+    oom_search.SCRATCH.clear()
+    common = ["--model", model, "--dtype", "float32", "--attn", "eager", "--batch", "2"]
+    common += ["--mode", "benchmark", "--backend", "fake"]
+    case = {"how": "predicted", "capability": 8.0, "plain": False, "optimizer": "none"}
+    pairs, steps = [], []
+
+    def leave(name):  # what a prediction changes in a script is not for a run
         dist.destroy_process_group()
-        del sys.modules[name[:-3]]  # what a prediction changes in it is not for a run
-os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
-case = {"script": "tp.py", "capability": 8.0, "argv": [*common, "--dtype", "bfloat16"]}
-for plain, optimizer in ((True, "adamw"), (False, "adamw"), (False, "adamw-host"), (False, "none")):
-    case |= {"plain": plain, "optimizer": optimizer}
-    for how in ("emulated", "predicted"):
-        print("STEP", json.dumps(o.run_step(case | {"how": how})))
-        dist.destroy_process_group()
-        del sys.modules["tp"]
-"""
+        del sys.modules[name]
+
+    for name, length in ("tp", 512), ("tp", 4), ("sp_megatron", 512), ("sp_ulysses", 512):
+        argv = [*common, "--length", str(length)]
+        importlib.import_module(name).main([*argv, "--bench-iters", "1", "--json", file])
+        real = json.loads(Path(file).read_text())["benchmark"]["peak_memory_bytes"][0]
+        predicted = oom_search.run_step(case | {"script": f"{name}.py", "argv": argv})
+        pairs.append((name, length, real, predicted))
+        leave(name)
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
+    case |= {"script": "tp.py", "argv": [*common, "--dtype", "bfloat16"]}
+    for plain, optimizer in (True, "adamw"), (False, "adamw"), (False, "adamw-host"):
+        for how in ("emulated", "predicted"):
+            own = {"plain": plain, "optimizer": optimizer, "how": how}
+            steps.append(oom_search.run_step(case | own))
+            leave("tp")
+    steps.append(oom_search.run_step(case))
+    Path(file).write_text(json.dumps([pairs, steps]))
 
 
-def test_prediction_is_what_a_run_takes(tmp_path):
+def test_prediction_is_what_a_run_takes(ranks, tmp_path):
     """Each script's predicted peak against the live tensors of its own benchmark mode on a CPU.
 
     On 4 ranks, with 4 tokens, loading the model takes more than the step: it must not count.
     """
-    done = python("-c", PAIR, tmp_path / "real.json", env={"RANK": "1", "WORLD_SIZE": "4"})
-    pairs = [json.loads(x[5:]) for x in done.stdout.splitlines() if x.startswith("PAIR")]
-    assert len(pairs) == 4, done.stderr
+    model, file = str(ranks.folder / "even"), str(tmp_path / "found.json")
+    codes, output = ranks.live(1, measure_and_predict, model, file)
+    assert codes == [0], output
+    pairs, steps = json.loads(Path(file).read_text())
     for name, length, real, predicted in pairs:
         assert abs(predicted["peak"] / real - 1) < 0.01, (name, length, predicted, real)
         assert sum(predicted["breakdown"].values()) == predicted["peak"]
-        if (name, length) == ("tp.py", "4"):
+        if (name, length) == ("tp", 4):
             assert predicted["loading_peak_bytes"] > predicted["peak"]
-    steps = [json.loads(x[5:]) for x in done.stdout.splitlines() if x.startswith("STEP")]
-    assert len(steps) == 8, done.stderr
+    with torch.device("meta"):
+        parameters = LlamaForCausalLM(LlamaConfig(**SMALL | MODELS["even"])).num_parameters()
     for real, predicted in (steps[:2], steps[2:4]):  # Hugging Face's own model; tp.py
         assert abs(predicted["peak"] / real["peak"] - 1) < 0.01
-        assert predicted["breakdown"]["optimizer state"] == 12 * 410_688, "parameters of tiny"
-    assert steps[5] == steps[7], "what a prediction's host does is free"
+        assert predicted["breakdown"]["optimizer state"] == 12 * parameters
+    assert steps[5] == steps[6], "what a prediction's host does is free"
 
 
 ONE = "--strategy tp --nproc 1"

@@ -1,14 +1,11 @@
-"""What a user meets: the first command, bad input, a rank that dies, copies that drift."""
+"""What a user meets: the first command, bad input, copies that drift, files that grow."""
 
 import os
 import re
-import signal
 import subprocess
-import sys
-import time
 
 import pytest
-from conftest import ENVIRONMENT, ROOT, changed, python, torchrun
+from conftest import ROOT, changed, python, torchrun
 from copies import drift, split_tail
 from forks import STRATEGIES, run_script
 
@@ -68,6 +65,7 @@ def test_bad_input_is_one_line(ranks, command, message):
     assert not any("rror" in line for line in before), before
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_exits_2():
     fake = {"RANK": "3", "WORLD_SIZE": "4"}
     run = python("tp.py", "--backend", "fake", "--mode", "benchmark", "--length", "nine", env=fake)
@@ -95,52 +93,6 @@ def test_one_of_the_fake_ranks_measures_alone(ranks):
     fake = ["--backend", "fake", "--mode", "benchmark"]
     codes, output = ranks.live(1, rank_3_of_4, "sp_megatron.py", *fake)
     assert codes == [0] and "4 ranks (fake, cpu)" in output and "PASS benchmark" in output, output
-
-
-def running(script, *options):
-    """A job of two ranks that has been at work for a while: (the process, ids of ranks 0 and 1)."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", script]
-    how = {"cwd": ROOT, "env": ENVIRONMENT, "text": True, "start_new_session": True}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    job = subprocess.Popen([*launch, *options], **how, **pipes)
-    while not job.stdout.readline().strip():  # rank 0 has begun
-        assert job.poll() is None
-    time.sleep(3)
-    ranks = {rank_of(pid): pid for pid in children(job.pid)}
-    return job, ranks["0"], ranks["1"]
-
-
-def test_a_killed_rank_ends_the_job():
-    job, _, victim = running("pp.py", "--mode", "learning", "--length", "4096")
-    os.kill(victim, signal.SIGKILL)
-    begin = time.time()
-    _, errors = job.communicate(timeout=60)
-    assert time.time() - begin < 45 and job.returncode != 0
-    assert re.search(r"rank\s*: 1 \(local_rank: 1\)\s*exitcode\s*: -9", errors), errors
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in children(job.pid))
-
-
-def test_ctrl_c_ends_a_run_with_one_line():
-    job, *ranks = running("tp.py", "--mode", "learning", "--length", "4096")
-    os.killpg(job.pid, signal.SIGINT)  # as a terminal does: to torchrun and its ranks
-    said, errors = job.communicate(timeout=60)
-    assert said.splitlines().count("stopped") == 1
-    assert not re.search(r'File ".*tp\.py", line', errors), errors
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in ranks)
-
-
-def children(parent):
-    """Process ids whose parent is this one."""
-    run = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(parent)], capture_output=True, text=True
-    )
-    return [int(pid) for pid in run.stdout.split()]
-
-
-def rank_of(pid):
-    """RANK in the environment of a process."""
-    with open(f"/proc/{pid}/environ") as file:
-        return dict(pair.partition("=")[::2] for pair in file.read().split("\0")).get("RANK")
 
 
 def test_drift_is_found_and_fixed(tmp_path):
