@@ -182,12 +182,15 @@ def layouts():
 # What fills the memory: predictions of oom_search.py
 # --------------------------------------------------------------------------------------------------
 
-MODELS = {"llama-3.2-1b": "Llama 3.2 1B", "llama-3.1-8b": "Llama 3.1 8B"}
+MODELS = {
+    "llama-3.2-1b": "Llama 3.2 1B", "llama-3.2-3b": "Llama 3.2 3B", "llama-3.1-8b": "Llama 3.1 8B",
+}  # fmt: skip
 STRATEGIES = ["tp", "sp_megatron", "sp_ulysses", "sp_ulysses --shard-weights", "pp"]
-# Recomputation, loss; offload takes as many probes again, the longest of all
+# Recomputation, loss
 WAYS = [("block", "chunked"), ("none", "chunked"), ("block", "full"), ("selective", "chunked")]
+WAYS += [("offload", "chunked")]
 JOURNAL = HERE.parent / ".oom_search.jsonl"  # oom_search.py's own: what was predicted before
-SHORTEST, LONGEST = 2048, 2**17  # tokens, a rank; what is longer goes on as a straight line
+SHORTEST, LONGEST = 2048, 2**20  # tokens; what is longer goes on as a straight line
 EXACT = 0.01  # how far a straight line between two lengths may be from the prediction
 MOST = 142 * 1024  # MiB, no GPU has more
 
@@ -205,20 +208,21 @@ def memory():
     curves: for each of settings() and each rank that may need most, [[tokens, *parts], ...].
     steps: the same at the peak inside AdamW's step, which does not depend on the length, nor on
     what is recomputed; of it the optimizer's state is there during forward and backward, too.
-    Anew, without the journal, all this takes about 45 minutes of a laptop's core.
+    Anew, without the journal, all this takes more than an hour of a laptop's core.
     """
     known = oom_search.read_journal(JOURNAL)
     for name in oom_search.PRELOAD:
         importlib.import_module(name)
     curves, steps = {}, {}
     for model, strategy, world, recompute, loss in tqdm(list(settings()), desc="memory"):
-        ranks = [0, world - 1] if strategy == "pp" else [0]  # a middle one keeps less than rank 0
+        ranks = [0, world - 1, world // 2] if strategy == "pp" else [0]
         ask = partial(predict, known, model, strategy, world)
         key = f"{model} {strategy} {world}"
         if key not in steps:
             steps[key] = [ask(rank, "block", "chunked", "adamw", 64) for rank in ranks]
-        own = [partial(ask, rank, recompute, loss, "none") for rank in ranks]
-        curves[f"{key} {recompute} {loss}"] = [curve(world, ask) for ask in own]
+        most = ranks[: 3 if recompute == "offload" else 2]  # else one in the middle keeps less
+        own = [partial(ask, rank, recompute, loss, "none") for rank in most]
+        curves[f"{key} {recompute} {loss}"] = [curve(ask) for ask in own]
     gpus = {name: gib for name, (gib, capability) in oom_search.GPUS.items() if capability >= 8}
     told = {"models": MODELS, "gpus": gpus, "outside": oom_search.OUTSIDE}
     return told | {"parts": oom_search.PARTS, "curves": curves, "steps": steps}
@@ -241,7 +245,7 @@ def predict(known, model, strategy, world, rank, recompute, loss, optimizer, len
     return [round(parts[part] / 2**20, 1) for part in oom_search.PARTS]
 
 
-def curve(world, ask):
+def curve(ask):
     """[[tokens, *parts], ...]: as many lengths as make straight lines between them good enough."""
     points = {length: ask(length) for length in (SHORTEST, oom_search.TILE, 4 * oom_search.TILE)}
 
@@ -257,7 +261,7 @@ def curve(world, ask):
 
     *_, a, b = points
     token = (sum(points[b]) - sum(points[a])) / (b - a)  # MiB
-    top = int(min(LONGEST * world, b + (MOST - sum(points[b])) / token)) // 512 * 512
+    top = int(min(LONGEST, b + (MOST - sum(points[b])) / token)) // 512 * 512
     if top > b:
         points[top] = ask(top)
     for a, b in pairwise(sorted(points)):
