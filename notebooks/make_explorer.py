@@ -215,13 +215,12 @@ def memory():
         importlib.import_module(name)
     curves, steps = {}, {}
     for model, strategy, world, recompute, loss in tqdm(list(settings()), desc="memory"):
-        ranks = [0, world - 1, world // 2] if strategy == "pp" else [0]
+        ranks = oom_search.ranks_to_try(strategy, world)
         ask = partial(predict, known, model, strategy, world)
         key = f"{model} {strategy} {world}"
         if key not in steps:
             steps[key] = [ask(rank, "block", "chunked", "adamw", 64) for rank in ranks]
-        most = ranks[: 3 if recompute == "offload" else 2]  # else one in the middle keeps less
-        own = [partial(ask, rank, recompute, loss, "none") for rank in most]
+        own = [partial(ask, rank, recompute, loss, "none") for rank in ranks]
         curves[f"{key} {recompute} {loss}"] = [curve(ask) for ask in own]
     gpus = {name: gib for name, (gib, capability) in oom_search.GPUS.items() if capability >= 8}
     told = {"models": MODELS, "gpus": gpus, "outside": oom_search.OUTSIDE}

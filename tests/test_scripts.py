@@ -94,11 +94,9 @@ def test_float64_is_exact(ranks, world, command):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rounding_is_as_on_one_device(ranks, script, dtype):
     command = f"{script} --model even --dtype {dtype} --length 64"
-    first = holds(ranks(2, command))["correctness"]
+    first, second = (holds(ranks(2, command))["correctness"] for _ in range(2))
     assert 0 < first["rounding_ratio"] <= 1.5 == first["tolerance"]
-    if dtype == "float32":
-        again = holds(ranks(2, command))["correctness"]
-        assert first == again, "the same seed gives the same numbers, bit for bit"
+    assert first == second, "the same seed gives the same numbers, bit for bit"
 
 
 @pytest.mark.parametrize("script", STRATEGIES)
@@ -109,7 +107,7 @@ def test_two_tokens_are_no_false_alarm(ranks, script, dtype):
     holds(ranks(world, f"{script} --model one_layer --length 2 --batch 1 --dtype {dtype}"))
 
 
-SIZES = ["even", "tiny", "even", "even", "even"]
+SIZES = ["even", "tiny", "even", "even", "even"]  # 8 layers once; all scripts on tiny: MORE_MODES
 MODES = [(2, f"{s} --length 64 --model {m}", m) for s, m in zip(TWO, SIZES)]
 SELECTIVE = "--length 37 --model shared_kv --recompute selective"
 MODES += [(3, f"{ZERO3} own_kv", "own_kv")]

@@ -135,8 +135,11 @@ function memoryChart(setting, found, longest, set) {
     svg("line", { x1: left, x2: width - 8, y1: y(i * unit * 1024), y2: y(i * unit * 1024), class: "grid" }),
     svg("text", { x: left - 6, y: y(i * unit * 1024) + 4, "text-anchor": "end", class: "small" }, i * unit)]);
   const stride = round.find((n) => (n * 1024) / most > (narrow ? 0.24 : 0.12));
-  const marks = [...Array(Math.floor(most / 1024 / stride) + 1).keys()].map((i) =>
-    svg("text", { x: x(i * stride * 1024), y: height - bottom + 16, "text-anchor": x(i * stride * 1024) > width - 40 ? "end" : "middle", class: "small" }, i ? `${count(i * stride)} Ki` : "0"));
+  const marks = [...Array(Math.floor(most / 1024 / stride) + 1).keys()].map((i) => {
+    const at = x(i * stride * 1024);
+    const anchor = at > width - 40 ? "end" : "middle"; // the last one stays inside
+    return svg("text", { x: at, y: height - bottom + 16, "text-anchor": anchor, class: "small" }, i ? `${count(i * stride)} Ki` : "0");
+  });
   const limit = svg("line", { x1: left, x2: width - 8, y1: y(room), y2: y(room), class: "limit" });
   const here = svg("line", { x1: x(setting.length), x2: x(setting.length), y1: 4, y2: height - bottom, class: "now" });
   const dot = svg("circle", { cx: x(setting.length), cy: Math.max(8, y(found.peak)), r: 6, class: "here" });
