@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from forks import MODELS, ROOT, on_ranks, prepare, run_script
+from forks import MODELS, ROOT, compiled, on_ranks, prepare, run_script
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 CHUNK = {"LOSS_CHUNK = 2048": "LOSS_CHUNK = 15"}  # so that a short sequence takes several chunks
@@ -44,6 +44,8 @@ def changed(script, put=None):
 def live(world, folder, life, args):
     """In the process that forks: (exit codes, output) of life(*args) on so many ranks."""
     output = f"{folder}/output"
+    if life is run_script:
+        compiled(*args[:2])
     codes = on_ranks(world, partial(life, *args), output, patience=20)
     return codes, Path(output).read_text()
 

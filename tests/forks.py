@@ -1,12 +1,11 @@
 """Ranks for the tests: forks of one process that has loaded torch, so that a run takes 0.3 s."""
 
 import ast
+import functools
 import gc
 import json
 import os
-import random
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -44,15 +43,6 @@ MODELS = {  # LLaMA as it really comes. 2, 3, 4 divide none of vocabulary, inter
 }  # fmt: skip
 
 
-def free_port():
-    """A port that nobody listens at, below those that the system itself deals out."""
-    while True:
-        port = random.randrange(10000, 32000)
-        with socket.socket() as s:
-            if s.connect_ex(("127.0.0.1", port)):  # nobody answers
-                return port
-
-
 def prepare(folder):
     """In the process that will fork: the models' configs; and torch, once for all."""
     for name, config in MODELS.items():
@@ -68,12 +58,18 @@ def prepare(folder):
     gc.freeze()  # no fork need look at what has been imported
 
 
+@functools.lru_cache(9)
+def compiled(script, source):
+    """A script's code: who asks for it before forking spares the ranks that."""
+    return compile(source, ROOT / script, "exec")
+
+
 def run_script(script, source, argv):
     """What `python SCRIPT ARGV` does, with another source."""
     sys.argv = [str(ROOT / script), *argv]
     main = sys.modules["__main__"] = types.ModuleType("__main__")  # pickle looks there
     main.__file__ = sys.argv[0]
-    exec(compile(source, sys.argv[0], "exec"), vars(main))
+    exec(compiled(script, source), vars(main))
 
 
 def be_rank(rank, world, port, life, output):
@@ -85,6 +81,7 @@ def be_rank(rank, world, port, life, output):
         signal.alarm(TIMEOUT + 5)  # not even if the parent is killed does a rank stay
         joined = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
         joined |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        joined |= {"TORCHELASTIC_USE_AGENT_STORE": True}  # it listens before a rank asks
         os.environ |= {name: str(value) for name, value in joined.items()}
         life()
         status = 0
@@ -101,12 +98,15 @@ def on_ranks(world, life, output, patience=0.0):
 
     When one fails, the others have some seconds of patience to come to an end of their own.
     """
+    from torch.distributed import TCPStore  # known to prepare() alone
+
     Path(output).write_text("")
-    port, end, running, codes = free_port(), time.time() + TIMEOUT, {}, [None] * world
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    end, running, codes = time.time() + TIMEOUT, {}, [None] * world
     for rank in range(world):
         pid = os.fork()
         if not pid:
-            be_rank(rank, world, port, life, output)
+            be_rank(rank, world, store.port, life, output)
         running[pid] = rank
     while running and time.time() < end:
         for pid in list(running):

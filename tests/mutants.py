@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from forks import ROOT, on_ranks, prepare, run_script
+from forks import ROOT, compiled, on_ranks, prepare, run_script
 from forks import STRATEGIES as SCRIPTS
 
 WAIT = ["--timeout", "20"]  # a rank that waits longer for another one ends
@@ -291,11 +291,12 @@ def first_line(node):
 
 def caught(mutant, folder):
     """What catches a mutant: "2 ranks, exit 1: the last line said", or None if nothing does."""
-    output = f"{folder}/output"
+    output, source = f"{folder}/output", mutant.source.replace(*CHUNK)
+    compiled(mutant.script, source)
     for world, line in TRIALS[mutant.script]:
         model, *options = line.split()
         argv = ["--model", f"{folder}/{model}", *options, *WAIT]
-        life = partial(run_script, mutant.script, mutant.source.replace(*CHUNK), argv)
+        life = partial(run_script, mutant.script, source, argv)
         codes = on_ranks(world, life, output)
         if any(codes) or None in codes:
             said = Path(output).read_text(errors="replace").strip().splitlines() or [""]

@@ -5,15 +5,17 @@ import sys
 
 import pytest
 from conftest import ENVIRONMENT, ROOT
-from forks import STRATEGIES, free_port
+from forks import STRATEGIES
+from torch.distributed import TCPStore
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("script", STRATEGIES)
 def test_two_agents_run_one_job(script):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a free port
     nodes = ["--nnodes=2", "--nproc_per_node=1", "--rdzv-backend=c10d"]
-    nodes.append(f"--rdzv-endpoint=127.0.0.1:{free_port()}")
+    nodes.append(f"--rdzv-endpoint=127.0.0.1:{store.port}")
     command = [sys.executable, "-m", "torch.distributed.run", *nodes, script, "--length", "64"]
     how = {"cwd": ROOT, "env": ENVIRONMENT, "text": True}
     how |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
