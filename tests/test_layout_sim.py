@@ -238,27 +238,6 @@ def test_the_backward_gets_nothing_but_what_is_kept(sim, monkeypatch):
         results(sim)
 
 
-@pytest.mark.parametrize("P,seq", [(2, 6), (3, 7), (5, 5)])
-def test_collectives(sim, P, seq):
-    rng, net = np.random.default_rng(0), sim.Network()
-    xs = [rng.normal(size=(2, seq, 5, 3)) for _ in range(P)]
-    total, shares = sum(xs), [sim.split(seq, r, P) for r in range(P)]
-    for r, got in enumerate(sim.reduce_scatter(xs, net)):
-        np.testing.assert_allclose(got, total[:, slice(*shares[r])], rtol=1e-12)
-    for got in sim.all_reduce(xs, net):
-        np.testing.assert_allclose(got, total, rtol=1e-12)
-    for got in sim.all_gather(np.array_split(total, P, 1), net):
-        assert (got == total).all()
-    heads = sim.all_to_all(np.array_split(total, P, 1), 2, 1, net)
-    assert all((a == b).all() for a, b in zip(heads, np.array_split(total, P, 2)))
-    assert all((a == b).all() for a, b in zip(sim.send_next(xs, net), [xs[-1], *xs[:-1]]))
-    one = (P - 1) * total.size * 2
-    assert net.traffic["forward", "reduce_scatter"] == [1, one]
-    assert net.traffic["forward", "all_gather"] == [1, one]
-    assert net.traffic["forward", "all_reduce"] == [1, 2 * one]
-    assert net.traffic["forward", "send"] == [1, P * total.size * 2]
-
-
 BAD = [
     ("--tp 0", "--heads and --ffn must be at least 1"),
     ("--seq x", "argument --seq: invalid int value: 'x'"),
