@@ -322,7 +322,10 @@ def costs(script, argv):
         print(json.dumps(found))
 
 
-@pytest.mark.parametrize("script", STRATEGIES)
+ONE_TEXT = [pytest.param(name, marks=pytest.mark.slow) for name in ("tp.py", "sp_ulysses.py")]
+
+
+@pytest.mark.parametrize("script", ["sp_megatron.py", "pp.py", *ONE_TEXT])
 def test_selective_recomputation_keeps_what_is_dear(ranks, script):
     """No FLOPs more than without recomputation, norms' and the like apart, and less memory."""
     argv = ["--length", "256", "--batch", "4"]

@@ -79,8 +79,8 @@ def test_limits_are_tried_where_the_prediction_ends():
 
 
 def test_a_step_that_fails_says_why():
-    outcome = make.run("python tp.py --length 1")
-    assert outcome["error"] == ["error: --length 1 is out of range; 2 would do"]
+    outcome = make.run("python sp_layout_sim.py --hidden 18")
+    assert outcome["error"] == ["error: --hidden 18 must be a multiple of --heads 4"]
 
 
 def test_a_proof_that_failed_is_not_left_blank():
@@ -88,15 +88,8 @@ def test_a_proof_that_failed_is_not_left_blank():
     assert "| pp |  | failed |  |" in make.TABLES["cpu"]({"about": make.about(), "steps": steps})
 
 
-def test_an_unknown_part_is_refused(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        make.main(["typo"])
-    assert "invalid choice: 'typo'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("script", [[], ["nowhere.py"]])
-def test_ranks_on_one_gpu_need_a_script(script):
-    done = python("results/one_gpu.py", *script)
+def test_ranks_on_one_gpu_need_a_script():
+    done = python("results/one_gpu.py", "nowhere.py")
     said = "error: which script? results/one_gpu.py tp.py would do\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
 
