@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -78,8 +79,10 @@ def main():
     parser.add_argument("part", nargs="*", choices=[*PARTS, []], help="default: all")
     names = parser.parse_args().part or list(PARTS)
     os.environ["OMP_NUM_THREADS"] = "1"
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    git = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
+    commit = git(["git", "rev-parse", "--short", "HEAD"]).stdout.strip()
+    others = ["git", "diff", "--quiet", "HEAD", "--", ".", ":!results/proved.json"]
+    commit += "-dirty" if git(others).returncode else ""
     steps = json.loads(FILE.read_text())["steps"] if FILE.exists() else {}
     for name in names:
         begin = time.time()
