@@ -247,10 +247,8 @@ def test_killed_and_resumed(folder):
     assert len(cases) == len(set(cases)) > before, "no probe was repeated"
 
 
-SIGTERM = pytest.param(signal.SIGTERM, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, SIGTERM])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted(folder, number):
     fake(folder, tp={"sleep": 60})
     how = {"cwd": folder, "env": ENVIRONMENT, "stderr": subprocess.PIPE, "text": True}
@@ -488,6 +486,7 @@ def test_the_matrix_is_made_only_where_a_gpu_would(searched, tmp_path, kv_heads)
         assert said.startswith(why) and 3000 < row["longest"] <= 4096
 
 
+@pytest.mark.slow
 def test_a_t4_makes_the_matrix(searched):
     status, text, results = searched(f"{ONE} --model tiny --gpu t4 --step 4096")
     assert status == 0, text

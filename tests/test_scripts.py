@@ -217,7 +217,7 @@ def test_one_f_one_b_bounds_what_is_in_flight(ranks, world):
     assert max(growth("1f1b"), growth("zb")) < 2 * boundary  # a message may be on its way
 
 
-@pytest.mark.parametrize("schedule", ["afab", "1f1b"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("afab", marks=pytest.mark.slow)])
 def test_torch_runs_the_same_stages(ranks, schedule):
     options = "--mode all --length 37 --bench-iters 1"
     results = holds(ranks(2, f"pp.py --torch --model even --schedule {schedule} {options}"))
