@@ -60,7 +60,7 @@ def prepare(folder):
 
 @functools.lru_cache(9)
 def compiled(script, source):
-    """A script's code: who asks for it before forking spares the ranks that."""
+    """A script's code. Asked for before the fork, too, so that not every rank has to compile it."""
     return compile(source, ROOT / script, "exec")
 
 
@@ -81,7 +81,7 @@ def be_rank(rank, world, port, life, output):
         signal.alarm(TIMEOUT + 5)  # not even if the parent is killed does a rank stay
         joined = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
         joined |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        joined |= {"TORCHELASTIC_USE_AGENT_STORE": True}  # it listens before a rank asks
+        joined |= {"TORCHELASTIC_USE_AGENT_STORE": True}  # as under torchrun: rank 0 has none
         os.environ |= {name: str(value) for name, value in joined.items()}
         life()
         status = 0
@@ -98,7 +98,7 @@ def on_ranks(world, life, output, patience=0.0):
 
     When one fails, the others have some seconds of patience to come to an end of their own.
     """
-    from torch.distributed import TCPStore  # known to prepare() alone
+    from torch.distributed import TCPStore  # not above: pytest's main process needs no torch
 
     Path(output).write_text("")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -14,6 +14,7 @@ from forks import STRATEGIES
 from torch.utils.flop_counter import FlopCounterMode
 
 TP, OWN_HEAD = STRATEGIES[:2], STRATEGIES[2:]  # vocabulary cut over the ranks; or not
+COPIES = [pytest.param(name, marks=pytest.mark.slow) for name in ("tp.py", "sp_ulysses.py")]
 END = 'if __name__ == "__main__":'  # a change put here comes after all definitions
 SHIFT = "F.pad(labels[:, 1:], (0, 1), value=IGNORE)"
 PREFIX = "torch.arange(labels.shape[1]) < (labels == IGNORE).sum(1, True)"
@@ -322,10 +323,7 @@ def costs(script, argv):
         print(json.dumps(found))
 
 
-ONE_TEXT = [pytest.param(name, marks=pytest.mark.slow) for name in ("tp.py", "sp_ulysses.py")]
-
-
-@pytest.mark.parametrize("script", ["sp_megatron.py", "pp.py", *ONE_TEXT])
+@pytest.mark.parametrize("script", ["sp_megatron.py", "pp.py", *COPIES])
 def test_selective_recomputation_keeps_what_is_dear(ranks, script):
     """No FLOPs more than without recomputation, norms' and the like apart, and less memory."""
     argv = ["--length", "256", "--batch", "4"]

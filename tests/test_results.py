@@ -88,8 +88,15 @@ def test_a_proof_that_failed_is_not_left_blank():
     assert "| pp |  | failed |  |" in make.TABLES["cpu"]({"about": make.about(), "steps": steps})
 
 
-def test_ranks_on_one_gpu_need_a_script():
-    done = python("results/one_gpu.py", "nowhere.py")
+def test_an_unknown_part_is_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        make.main(["typo"])
+    assert "invalid choice: 'typo'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", [[], ["nowhere.py"]])
+def test_ranks_on_one_gpu_need_a_script(script):
+    done = python("results/one_gpu.py", *script)
     said = "error: which script? results/one_gpu.py tp.py would do\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
 

@@ -37,8 +37,7 @@ PIPELINE = [
     (2, f"bias --schedule zb --recompute selective {SEQUENCES}"),
     (2, f"head_dim --schedule 1f1b --recompute offload --tile 7 {SEQUENCES}"),
     (1, "one_layer --length 2 --batch 1"),
-    (1, "deep --schedule interleaved --microbatches 5"),  # all stages on one rank
-    *((ranks, f"deep --schedule {s} --microbatches 5") for s in SCHEDULES for ranks in (2, 3)),
+    *((ranks, f"deep --schedule {s} --microbatches 5") for s in SCHEDULES for ranks in (1, 2, 3)),
     *((2, f"deep_untied --schedule {s} --microbatches 1") for s in SCHEDULES),
 ]
 EXACT = [(ranks, f"{s} --length 37 --model {m}") for s in SHARDED for ranks, m in MODEL]
@@ -50,7 +49,7 @@ MORE = [  # for the slow tests
     *((4, f"{s} --length 37 --model {m}") for s in SHARDED for _, m in MODEL[:5] if m[:3] != "own"),
     *((5, f"{s} --length 9 --model seven_heads") for s in SHARDED),
     (4, f"{ZERO3} two_kv --recompute offload"),
-    *((p, f"pp.py --model deep --schedule {s}") for s in ("afab", "1f1b", "zb") for p in (1, 4)),
+    *((4, f"pp.py --length 64 --model deep --schedule {s}") for s in ("afab", "1f1b", "zb")),
 ]
 TWO = [*STRATEGIES, "tp.py --dtensor", "sp_ulysses.py --shard-weights"]
 
@@ -145,9 +144,11 @@ def as_expected(benchmark, some=True):
 
 
 TRAFFIC = [(p, f"{s} --model {m}") for s in SHARDED for p, m in ((3, "shared_kv"), (2, "bias"))]
+TRAFFIC += [(2, "tp.py --dtensor --model even --tile 1")]
+MORE_TRAFFIC = [(5 - p, command) for p, command in TRAFFIC[:-1]]
 
 
-@pytest.mark.parametrize("world,command", [*TRAFFIC, (2, "tp.py --dtensor --model even --tile 1")])
+@pytest.mark.parametrize("world,command", also_slow(TRAFFIC, MORE_TRAFFIC))
 def test_traffic_is_as_the_formula_says(ranks, world, command):
     """Where the loss takes several chunks, at a length that no number of ranks divides.
 

@@ -12,7 +12,7 @@ from forks import STRATEGIES, run_script
 DIFF = 338  # lines of `diff tp.py sp_megatron.py`
 BUDGETS = {  # lines; nobody adds without taking something away
     "tp.py": 1261, "sp_megatron.py": 1278, "sp_ulysses.py": 1213, "pp.py": 1519,
-    "oom_search.py": 1015, "sp_layout_sim.py": 834, "labs/break_it.py": 400, "tests/*.py": 4947,
+    "oom_search.py": 1015, "sp_layout_sim.py": 834, "labs/break_it.py": 400, "tests/*.py": 4953,
     "tests/answers/*.txt": 985,
 }  # fmt: skip
 PRESETS = "tiny, smollm2-135m, llama-3.2-1b, llama-3.2-3b, llama-3.1-8b"
