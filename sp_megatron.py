@@ -21,7 +21,7 @@ and what lies between the two halves (residuals, norms) is 1/P as large. A block
 not: with --recompute none autograd keeps it for the backward. Megatron-LM keeps the shard and
 gathers again, 2 all-gathers more, and so does --recompute selective (labs/lab2_megatron_layers.py
 builds it by hand). Recomputing whole layers, the default, keeps only 1/P of each layer's input, and
-repeats a reduce-scatter, too.
+repeats a reduce-scatter, too; what a block gathers, if long, then exists in tiles only (section 5).
 
     torchrun --nproc_per_node=2 sp_megatron.py --mode correctness
     torchrun --nproc_per_node=4 sp_megatron.py --mode all --length 1001
@@ -277,7 +277,10 @@ def parallelize(model, group, args):
         column_parallel(mlp.gate_proj, i0, i1)
         column_parallel(mlp.up_proj, i0, i1)
         row_parallel(mlp.down_proj, i0, i1, rank)
-        parallel_block(attention, group)
+        if args.recompute in ("block", "offload"):
+            attention_in_tiles(attention, group, args)
+        else:
+            parallel_block(attention, group)
         parallel_block(mlp, group)
         for projection in (attention.k_proj, attention.v_proj):
             for parameter in projection.parameters():
@@ -475,7 +478,7 @@ def expected_traffic(config, group, args):
     chunks = math.ceil(size / loss_chunk(args)) if args.loss == "chunked" else 1
     blocks, norms = 1 + 2 * layers, (1 + 2 * layers) * config.hidden_size * element
     tiles = mlp_tiles(args, size)
-    calls = layers * (1 + tiles)
+    calls = 2 * layers * tiles
     rows = [
         ("forward", "all_gather", chunks + calls, blocks * hidden),  # every g, the head's
         ("forward", "reduce_scatter", 1 + calls, blocks * hidden),  # embedding, every g-bar
@@ -486,11 +489,12 @@ def expected_traffic(config, group, args):
     ]
     if args.recompute != "none":  # both g again
         rows += [("backward", "all_gather", calls, 2 * layers * hidden)]
-    if args.recompute in ("block", "offload"):  # attention's g-bar again. MLP's only if in tiles:
-        # where it is a layer's last, checkpoint() stops before it, with all that backward needs
-        rows += [("backward", "reduce_scatter", layers, layers * hidden)]
-        if tiles > 1:
-            rows += [("backward", "reduce_scatter", layers * tiles, layers * hidden)]
+    if args.recompute in ("block", "offload"):  # attention's g-bar again. Not MLP's: checkpoint()
+        # stops before a layer's last one, with all that backward needs
+        rows += [("backward", "reduce_scatter", layers * tiles, layers * hidden)]
+        if tiles > 1:  # backward runs each tile itself: MLP's g-bar, and attention's g and g-bar
+            rows += [("backward", "all_gather", layers * tiles, layers * hidden)]
+            rows += [("backward", "reduce_scatter", calls, 2 * layers * hidden)]
     if args.loss == "chunked":  # recomputed, too
         rows += [("backward", "all_gather", chunks, hidden)]
         rows += [("backward", "all_reduce", 2 * chunks, 3 * loss)]
@@ -528,15 +532,13 @@ class InTiles(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, keeper, run, size):
         ctx.keeper, ctx.run, ctx.size = keeper, run, size
-        out = torch.empty_like(x)
-        for tile, place in zip(x.split(size, 1), out.split(size, 1)):
-            place.copy_(run(tile))
-        return out
+        return torch.cat([run(tile) for tile in x.split(size, -2)], -2)
 
     @staticmethod
     def backward(ctx, grad):
-        (x,), dx = ctx.keeper.saved_tensors, torch.empty_like(grad)
-        for tile, dy, place in zip(*(t.split(ctx.size, 1) for t in (x, grad, dx))):
+        (x,) = ctx.keeper.saved_tensors
+        dx = torch.empty_like(x)
+        for tile, dy, place in zip(*(t.split(ctx.size, -2) for t in (x, grad, dx))):
             tile = tile.detach().requires_grad_()
             with torch.enable_grad():
                 out = ctx.run(tile)
@@ -546,7 +548,7 @@ class InTiles(torch.autograd.Function):
 
 
 # Copied from tp.py
-def in_tiles(args, run, x):  # (b, s, h) -> (b, s, h)
+def in_tiles(args, run, x):  # (b, ..., s, h) -> (b, ..., s, any)
     """run(x) by tiles of tokens, for what treats each token by itself: a norm, an MLP.
 
     What it makes on the way, for an MLP several (b, s, intermediate) and what is communicated, then
@@ -554,10 +556,44 @@ def in_tiles(args, run, x):  # (b, s, h) -> (b, s, h)
     anything runs: when a layer is recomputed, checkpoint() then has all it needs, and stops here.
     """
     size = max(1, args.tile // len(x))
-    if x.shape[1] <= size:
+    if x.shape[-2] <= size:
         return run(x)
     x = Keep.apply(x)
     return InTiles.apply(x, x.grad_fn, run, size)
+
+
+def attention_in_tiles(attention, group, args):
+    """An attention block whose gather and reduce-scatter lie inside its projections' tiles.
+
+    Attention needs all tokens at once, with 1/P of the heads; projections, as an MLP, do not. HF
+    asks for q, k and v one by one: they are made side by side, of tokens gathered once, and what HF
+    calls as q_proj, k_proj and v_proj takes its columns of them.
+    """
+    projections = attention.q_proj, attention.k_proj, attention.v_proj
+    sizes, ranks = [len(linear.weight) for linear in projections], (group.size(), -1)
+
+    def project(x):  # (b, t, h) -> (b, P, t, q + k + v)
+        x = gather_from_sp_region(x, group)
+        qkv = [F.linear(x, linear.weight, linear.bias) for linear in projections]
+        return torch.cat(qkv, -1).unflatten(1, ranks)
+
+    def columns(i, inner, qkv):  # a copy: a view of v would keep q and k in memory
+        return qkv.split(sizes, -1)[i].contiguous()
+
+    def attend(inner, hidden_states, **kwargs):  # (b, s/P, h) -> (b, s/P, h)
+        qkv = in_tiles(args, project, hidden_states)  # (b, P, s/P, q + k + v)
+        return inner(hidden_states=qkv.flatten(1, 2), **kwargs)
+
+    def output(inner, out):  # (b, s, h/P) -> (b, s/P, h)
+        def run(tile):  # (b, P, t, h/P) -> (b, t, h)
+            return reduce_scatter_to_sp_region(inner(tile.flatten(1, 2)), group)
+
+        return in_tiles(args, run, out.unflatten(1, ranks))
+
+    for i, linear in enumerate(projections):
+        wrap(linear, partial(columns, i))
+    wrap(attention.o_proj, output)
+    wrap(attention, attend)
 
 
 # Copied from tp.py

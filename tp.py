@@ -511,15 +511,13 @@ class InTiles(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, keeper, run, size):
         ctx.keeper, ctx.run, ctx.size = keeper, run, size
-        out = torch.empty_like(x)
-        for tile, place in zip(x.split(size, 1), out.split(size, 1)):
-            place.copy_(run(tile))
-        return out
+        return torch.cat([run(tile) for tile in x.split(size, -2)], -2)
 
     @staticmethod
     def backward(ctx, grad):
-        (x,), dx = ctx.keeper.saved_tensors, torch.empty_like(grad)
-        for tile, dy, place in zip(*(t.split(ctx.size, 1) for t in (x, grad, dx))):
+        (x,) = ctx.keeper.saved_tensors
+        dx = torch.empty_like(x)
+        for tile, dy, place in zip(*(t.split(ctx.size, -2) for t in (x, grad, dx))):
             tile = tile.detach().requires_grad_()
             with torch.enable_grad():
                 out = ctx.run(tile)
@@ -529,7 +527,7 @@ class InTiles(torch.autograd.Function):
 
 
 # Copied from tp.py
-def in_tiles(args, run, x):  # (b, s, h) -> (b, s, h)
+def in_tiles(args, run, x):  # (b, ..., s, h) -> (b, ..., s, any)
     """run(x) by tiles of tokens, for what treats each token by itself: a norm, an MLP.
 
     What it makes on the way, for an MLP several (b, s, intermediate) and what is communicated, then
@@ -537,7 +535,7 @@ def in_tiles(args, run, x):  # (b, s, h) -> (b, s, h)
     anything runs: when a layer is recomputed, checkpoint() then has all it needs, and stops here.
     """
     size = max(1, args.tile // len(x))
-    if x.shape[1] <= size:
+    if x.shape[-2] <= size:
         return run(x)
     x = Keep.apply(x)
     return InTiles.apply(x, x.grad_fn, run, size)

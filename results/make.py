@@ -47,7 +47,7 @@ REMEDIES = {  # each has what those above it have
     "no remedy": BARE,
     "logits in chunks": "--recompute none",
     "activation recomputation": "--tile 1000000000",
-    "MLPs and norms in tiles": "",
+    "MLPs, norms, SP's projections in tiles": "",
     "layers' inputs offloaded": "--recompute offload",
 }
 # What others measured on GPUs, and how to ask for the same. Columns: source, what, measured, unit;
