@@ -569,19 +569,23 @@ def attention_in_tiles(attention, group, args):
     asks for q, k and v one by one: they are made side by side, of tokens gathered once, and what HF
     calls as q_proj, k_proj and v_proj takes its columns of them.
     """
-    projections = attention.q_proj, attention.k_proj, attention.v_proj
-    sizes, ranks = [len(linear.weight) for linear in projections], (group.size(), -1)
 
-    def project(x):  # (b, t, h) -> (b, P, t, q + k + v)
+    def projections(attention):
+        return attention.q_proj, attention.k_proj, attention.v_proj
+
+    sizes, ranks = [len(linear.weight) for linear in projections(attention)], (group.size(), -1)
+
+    def project(attention, x):  # (b, t, h) -> (b, P, t, q + k + v)
         x = gather_from_sp_region(x, group)
-        qkv = [F.linear(x, linear.weight, linear.bias) for linear in projections]
+        qkv = [F.linear(x, linear.weight, linear.bias) for linear in projections(attention)]
         return torch.cat(qkv, -1).unflatten(1, ranks)
 
     def columns(i, inner, qkv):  # a copy: a view of v would keep q and k in memory
         return qkv.split(sizes, -1)[i].contiguous()
 
     def attend(inner, hidden_states, **kwargs):  # (b, s/P, h) -> (b, s/P, h)
-        qkv = in_tiles(args, project, hidden_states)  # (b, P, s/P, q + k + v)
+        run = partial(project, inner.__self__)
+        qkv = in_tiles(args, run, hidden_states)  # (b, P, s/P, q + k + v)
         return inner(hidden_states=qkv.flatten(1, 2), **kwargs)
 
     def output(inner, out):  # (b, s, h/P) -> (b, s/P, h)
@@ -590,7 +594,7 @@ def attention_in_tiles(attention, group, args):
 
         return in_tiles(args, run, out.unflatten(1, ranks))
 
-    for i, linear in enumerate(projections):
+    for i, linear in enumerate(projections(attention)):
         wrap(linear, partial(columns, i))
     wrap(attention.o_proj, output)
     wrap(attention, attend)
@@ -1182,7 +1186,7 @@ def parse(argv):
     kept += "selective: keep what is dear to compute; none: keep all"
     ways = ["block", "offload", "selective", "none"]
     add("--recompute", choices=ways, default="block", help=kept)
-    tile = "tokens of a rank that an MLP takes at a time, if layers are recomputed (16384)"
+    tile = "tokens of a rank in a tile (of an MLP, a norm, SP's projections) if recomputed (16384)"
     add("--tile", type=int, default=16384, help=tile)
     fake = "auto: nccl with a GPU a rank; fake: this is rank $RANK of $WORLD_SIZE, peers are silent"
     add("--backend", choices=["auto", "gloo", "nccl", "fake"], default="auto", help=fake)

@@ -1079,7 +1079,7 @@ def parse(argv):
     kept += "selective: keep what is dear to compute; none: keep all"
     ways = ["block", "offload", "selective", "none"]
     add("--recompute", choices=ways, default="block", help=kept)
-    tile = "tokens of a rank that an MLP takes at a time, if layers are recomputed (16384)"
+    tile = "tokens of a rank in a tile (of an MLP, a norm, SP's projections) if recomputed (16384)"
     add("--tile", type=int, default=16384, help=tile)
     fake = "auto: nccl with a GPU a rank; fake: this is rank $RANK of $WORLD_SIZE, peers are silent"
     add("--backend", choices=["auto", "gloo", "nccl", "fake"], default="auto", help=fake)
