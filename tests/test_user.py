@@ -9,9 +9,9 @@ from conftest import ROOT, changed, python, torchrun
 from copies import drift, split_tail
 from forks import STRATEGIES, run_script
 
-DIFF = 338  # lines of `diff tp.py sp_megatron.py`
+DIFF = 385  # lines of `diff tp.py sp_megatron.py`
 BUDGETS = {  # lines; nobody adds without taking something away
-    "tp.py": 1261, "sp_megatron.py": 1278, "sp_ulysses.py": 1213, "pp.py": 1519,
+    "tp.py": 1259, "sp_megatron.py": 1318, "sp_ulysses.py": 1211, "pp.py": 1517,
     "oom_search.py": 1015, "sp_layout_sim.py": 834, "labs/break_it.py": 400, "tests/*.py": 4953,
     "tests/answers/*.txt": 985,
 }  # fmt: skip
