@@ -144,17 +144,17 @@ def as_expected(benchmark, some=True):
 
 
 TRAFFIC = [(p, f"{s} --model {m}") for s in SHARDED for p, m in ((3, "shared_kv"), (2, "bias"))]
-TRAFFIC += [(2, "tp.py --dtensor --model even --tile 1")]
+TRAFFIC += [(2, "tp.py --dtensor --model even")]
 MORE_TRAFFIC = [(5 - p, command) for p, command in TRAFFIC[:-1]]
 
 
 @pytest.mark.parametrize("world,command", also_slow(TRAFFIC, MORE_TRAFFIC))
 def test_traffic_is_as_the_formula_says(ranks, world, command):
-    """Where the loss takes several chunks, at a length that no number of ranks divides.
+    """Where the loss takes several chunks and blocks go in tiles, at a length that no P divides.
 
     DTensor runs in no tiles: each would send messages of its own.
     """
-    run = ranks(world, f"{command} --mode benchmark --length 37 --bench-iters 1", CHUNK)
+    run = ranks(world, f"{command} --mode benchmark --length 37 --tile 24 --bench-iters 1", CHUNK)
     as_expected(holds(run)["benchmark"])
 
 
