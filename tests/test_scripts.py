@@ -151,7 +151,7 @@ MORE_TRAFFIC = [(5 - p, command) for p, command in TRAFFIC[:-1]]
 
 @pytest.mark.parametrize("world,command", also_slow(TRAFFIC, MORE_TRAFFIC))
 def test_traffic_is_as_the_formula_says(ranks, world, command):
-    """At a length that no P divides, the loss in several chunks. DTensor's plan runs in no tiles."""
+    """At a length that no P divides, the loss in chunks. DTensor's plan runs in no tiles."""
     run = ranks(world, f"{command} --mode benchmark --length 37 --bench-iters 1", CHUNK)
     as_expected(holds(run)["benchmark"])
 
