@@ -918,7 +918,7 @@ def parse(argv):
     again += "selective: and what is slow to recompute; offload: inputs, in the host's memory; none"
     kinds = ["block", "selective", "offload", "none"]
     add("--recompute", choices=kinds, default="block", help=again)
-    add("--tile", type=positive, default=TILE, help=f"tokens in a tile of an MLP or norm ({TILE})")
+    add("--tile", type=positive, default=TILE, help=f"tokens in a tile, as in the scripts ({TILE})")
     adam, where = ["adamw", "adamw-host"], "its step, too; -host: state in the host's memory"
     add("--optimizer", choices=["none", *adam], default="none", help=where)
     add("--shard-weights", action="store_true", help="sp_ulysses only")

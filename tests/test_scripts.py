@@ -1,5 +1,6 @@
 """The four scripts as a user runs them: exact for LLaMA as it comes, in every mode, to the byte."""
 
+import functools
 import itertools
 import json
 import re
@@ -177,6 +178,7 @@ def test_ranks_that_a_model_cannot_have_are_refused(ranks, world, command, messa
 # --------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def measured(ranks, world, schedule, microbatches):
     """The results of benchmark mode; a microbatch is one sequence of 64 tokens."""
     options = f"--microbatches {microbatches} --length 64 --mode benchmark --bench-iters 1"
