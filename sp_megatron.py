@@ -584,7 +584,7 @@ def attention_in_tiles(attention, group, args):
         return qkv.split(sizes, -1)[i].contiguous()
 
     def attend(inner, hidden_states, **kwargs):  # (b, s/P, h) -> (b, s/P, h)
-        run = partial(project, inner.__self__)  # a class that held its module: a cycle, see wrap()
+        run = partial(project, inner.__self__)  # not of attention: its class would hold it, a cycle
         qkv = in_tiles(args, run, hidden_states)  # (b, P, s/P, q + k + v)
         return inner(hidden_states=qkv.flatten(1, 2), **kwargs)
 

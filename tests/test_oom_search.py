@@ -205,17 +205,17 @@ def test_table_ranks_that_differ_and_what_the_journal_saves(folder):
 
 def test_an_error_is_not_out_of_memory(folder):
     fake(folder, tp={"crash_above": 3000}, sp_megatron={}, sp_ulysses={"sleep": 60})
-    crash = ["--memory-gib", "5", "--strategy", "tp", "sp", "--jobs", "1", "--nproc", "1"]
+    crash = ["--memory-gib", "5", "--strategy", "tp", "sp", "--jobs", "1"]
     crash += ["--lo", "1024", "--hi", "4096"]
     late = ["--strategy", "ulysses", "--nproc", "1", "--timeout", "1.5"]
     done, (out, timeout) = run(folder, (0, crash), (0, late))
     assert done.stdout.count("exit 1") == 2
-    one, sp = out["results"]
+    one, _, sp, _ = out["results"]
     assert one["longest"] is None and "ended without a result" in one["error"]
     assert any("ValueError: not a matter of memory" in line for line in one["log"])
     assert "ValueError: not a matter of memory" in done.stdout
     assert sp["longest"] == 5104, "it stops its own search only"
-    assert lengths(folder) == [1024], "what had an error is tried again the next time"
+    assert lengths(folder) == [1024, 1024], "what had an error is tried again the next time"
     assert "FAIL oom_search: tp on 1 rank: its process ended without a result" in done.stdout
 
     assert "no result after 1.5 s" in timeout["results"][0]["error"], "a timeout is an error, too"
@@ -296,19 +296,19 @@ def test_the_peak_is_the_steps_not_that_of_loading(folder):
 
 
 def test_at_says_what_lengths_take_and_searches_nothing(folder):
-    fake(folder, tp={"oom_above": [900]}, pp={"mib": [1, 2]})
+    fake(folder, tp={"oom_above": [900]}, pp={"mib": [2, 1, 1, 1]})
     asked = ["--memory-gib", "3", "--strategy"]
-    stages = (0, [*asked, "pp", "--nproc", "2", "--at", "2048", "512"])
+    stages = (0, [*asked, "pp", "--nproc", "4", "--at", "2048", "512"])
     alone = (1, [*asked, "tp", "--nproc", "1", "--how", "emulated", "--at", "1024"])
     done, (out, _, real) = run(folder, stages, stages, alone)
     rows = out["results"][0]["at"]
     assert [(row["length"], row["fits"]) for row in rows] == [(2048, False), (512, True)]
     for row in rows:
-        assert row["ranks"] == [0, 1] and row["peak_moment"] == "forward"
+        assert row["ranks"] == [0, 2, 3] and row["peak_moment"] == "forward"
         assert max(row["peak_memory_bytes"]) == sum(row["breakdown"].values())
         assert 0 <= max(row["peak_memory_bytes"]) - 2 * row["length"] * 2**20 < 4096
-    assert len(lengths(folder, "pp.py")) == 4, "and the journal knows them the second time"
-    assert re.search(r"pp on 2 ranks +2,048 .* 4.00 +0.00 +forward +no\n", done.stdout)
+    assert len(lengths(folder, "pp.py")) == 6, "and the journal knows them the second time"
+    assert re.search(r"pp on 4 ranks +2,048 .* 4.00 +0.00 +forward +no\n", done.stdout)
     assert "PASS oom_search: 1 of the 2 steps that were tried fit, 3 GiB" in done.stdout
     [row] = real["results"][0]["at"]
     assert (row["fits"], row["breakdown"], row["peak_moment"]) == (False, {}, None)

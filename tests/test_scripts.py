@@ -180,7 +180,7 @@ def test_ranks_that_a_model_cannot_have_are_refused(ranks, world, command, messa
 
 @functools.cache
 def measured(ranks, world, schedule, microbatches):
-    """The results of benchmark mode; a microbatch is one sequence of 64 tokens."""
+    """Results of benchmark mode, one run for all tests; a microbatch is 64 tokens."""
     options = f"--microbatches {microbatches} --length 64 --mode benchmark --bench-iters 1"
     run = ranks(world, f"pp.py --model deep_untied --schedule {schedule} {options}")
     return holds(run)["benchmark"]
