@@ -17,14 +17,16 @@ Every rank holds 1/P of each weight matrix, and between the blocks all activatio
 Attention is cut the same way, by heads: q, k, v are column parallel, o is row parallel. Embedding
 and head are cut by vocabulary, and the loss is computed without ever gathering the logits.
 
-Cost a layer: 2 all-reduces of (b, s, h) forward and 2 backward, and 1 more with activation
-recomputation (--recompute block, the default). Weights, gradients and optimizer state shrink by P,
-but for k and v where there are more ranks than KV heads; the activations between the blocks do not
-(that is what sp_megatron.py is for).
+    messages of a layer, each of (b, s, h)      forward           backward
+    --recompute none                            2 all-reduces     2 all-reduces
+    --recompute block (default)                 2 all-reduces     3 all-reduces: one is recomputed
+
+Weights, gradients and optimizer state shrink by P, but for k and v where there are more ranks than
+KV heads. The activations between the blocks do not shrink: sp_megatron.py divides those, too.
 
     torchrun --nproc_per_node=2 tp.py --mode correctness
-    torchrun --nproc_per_node=2 tp.py --mode all --dtensor    # the same plan, by PyTorch
     torchrun --nproc_per_node=2 tp.py --length 20480 --batch 1 --mode benchmark --dtype bfloat16
+    torchrun --nproc_per_node=2 tp.py --dtensor                 # the same by PyTorch's DTensor
     torchrun --nproc_per_node=2 labs/break_it.py tp.py local_softmax    # see a bug caught
 """
 
@@ -41,51 +43,46 @@ import statistics
 import sys
 import tempfile
 import time
-import types
-import warnings
 import weakref
 from collections import Counter, defaultdict
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
+from types import SimpleNamespace
 from unittest import mock
 
-import huggingface_hub
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from torch import nn
-from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
-    loss_parallel,
     parallelize_module,
 )
-from torch.testing._internal.distributed import fake_pg
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers.models.llama import modeling_llama
 
 STRATEGY = "tp"
-IGNORE = -100  # a label that is no target: HF's and PyTorch's convention
-LOSS_CHUNK = 2048  # --loss chunked: tokens a rank whose logits exist at the same time
+IGNORE = -100  # the label of a token that is no target: PyTorch's and Hugging Face's convention
+LOSS_CHUNK = 2048  # --loss chunked: tokens per rank whose logits exist at the same time
 
 
-# --------------------------------------------------------------------------------------------------
-# 2. Communication: f and g, each the other's conjugate
-# --------------------------------------------------------------------------------------------------
+# Copied from tp.py
+class UsageError(Exception):
+    """Arguments or a model that cannot work; the message says what would."""
+
+
+# ---- 2. Communication: f and g, each the other's conjugate ---------------------------------------
 
 
 # Copied from tp.py
@@ -127,9 +124,7 @@ copy_to_tp_region = CopyToTPRegion.apply  # (x, group) -> x
 reduce_from_tp_region = ReduceFromTPRegion.apply  # (partial sum, group) -> sum
 
 
-# --------------------------------------------------------------------------------------------------
-# 3. Sharding LLaMA
-# --------------------------------------------------------------------------------------------------
+# ---- 3. Sharding LLaMA, and what the backward keeps of it ----------------------------------------
 
 
 # Copied from tp.py
@@ -147,13 +142,11 @@ def head_range(config, rank, world):
     out; with more ranks than KV heads, `replicas` ranks share one and deal out its query heads.
     """
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    queries = heads // kv_heads  # query heads a KV head
+    queries = heads // kv_heads  # query heads per KV head
     works = [w for w in range(1, heads + 1) if w <= kv_heads or w % kv_heads == 0]
     if world not in works:
-        raise Unusable(
-            f"{heads} heads with {kv_heads} KV heads cannot be split over {world} ranks; "
-            f"these rank counts would do: {', '.join(map(str, works))}"
-        )
+        problem = f"{heads} heads with {kv_heads} KV heads cannot be split over {world} ranks"
+        raise UsageError(f"{problem}; {', '.join(map(str, works))} ranks would work")
     if world <= kv_heads:
         k0, k1 = split(kv_heads, rank, world)
         return (k0 * queries, k1 * queries), (k0, k1), 1
@@ -164,38 +157,53 @@ def head_range(config, rank, world):
 
 
 # Copied from tp.py
-def keep(parameter, dim, start, end, replicas=1):
-    """A Parameter of its own with rows (dim 0) or columns (dim 1) [start, end) of a full one.
-
-    `shard` says which slice of the full tensor it is, `replicas` how many ranks hold that slice.
-    """
-    kept = nn.Parameter(parameter.narrow(dim, start, end - start).clone())
-    kept.shard, kept.replicas = (dim, start, end), replicas
-    return kept
+def mark(tensor, shard=None, replicas=1, sum_over=None):
+    """Note on a tensor which slice (dim, start, end) of the full one it is (None: all of it), how
+    many ranks hold the same slice, and the ranks of which each computes a part of its gradient."""
+    tensor.shard, tensor.replicas, tensor.sum_over = shard, replicas, sum_over
+    return tensor
 
 
 # Copied from tp.py
-def column_parallel(linear, start, end, replicas=1):
-    """Megatron's ColumnParallelLinear: output features [start, end). A weight is (out, in)."""
-    linear.weight = keep(linear.weight, 0, start, end, replicas)
-    if linear.bias is not None:
-        linear.bias = keep(linear.bias, 0, start, end, replicas)
+def shard(full, dim, start, end, replicas=1, sum_over=None):
+    """A Parameter with rows (dim 0) or columns (dim 1) [start, end) of full: a copy, not a view."""
+    part = nn.Parameter(full.detach().narrow(dim, start, end - start).clone())
+    return mark(part, (dim, start, end), replicas, sum_over)
 
 
 # Copied from tp.py
-def row_parallel(linear, start, end, rank):
-    """Megatron's RowParallelLinear: input features [start, end); the outputs are partial sums."""
-    linear.weight = keep(linear.weight, 1, start, end)
-    if linear.bias is not None:  # on one rank only, so that it is added once
-        linear.bias = keep(linear.bias, 0, 0, len(linear.bias)) if rank == 0 else None
+class ColumnParallelLinear(nn.Module):
+    """Output features [start, end) of an nn.Linear, whose weight is (out, in)."""
+
+    def __init__(self, linear, start, end, replicas=1, sum_over=None):
+        super().__init__()
+        self.weight, self.bias = shard(linear.weight, 0, start, end, replicas, sum_over), None
+        if linear.bias is not None:
+            self.bias = shard(linear.bias, 0, start, end, replicas, sum_over)
+
+    def forward(self, x):  # (b, s, in) -> (b, s, out/P)
+        return F.linear(x, self.weight, self.bias)
+
+
+class RowParallelLinear(nn.Module):
+    """Input features [start, end) of an nn.Linear; g adds up the ranks' partial sums."""
+
+    def __init__(self, linear, start, end, group):
+        super().__init__()
+        self.weight, self.bias, self.group = shard(linear.weight, 1, start, end), None, group
+        if linear.bias is not None and group.rank() == 0:  # on one rank, so that it is added once
+            self.bias = shard(linear.bias, 0, 0, len(linear.bias))
+
+    def forward(self, x):  # (b, s, in/P) -> (b, s, out)
+        return reduce_from_tp_region(F.linear(x, self.weight, self.bias), self.group)
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows [start, end) of an nn.Embedding; another rank's token looks up nothing here."""
+    """Rows [start, end) of an nn.Embedding; another rank's token contributes zeros here."""
 
     def __init__(self, embedding, start, end, group):
         super().__init__()
-        self.weight, self.start, self.end = keep(embedding.weight, 0, start, end), start, end
+        self.weight, self.start, self.end = shard(embedding.weight, 0, start, end), start, end
         self.group, pad = group, embedding.padding_idx  # HF gives this token's row no gradient
         self.padding_idx = pad - start if pad is not None and start <= pad < end else None
 
@@ -206,115 +214,88 @@ class VocabParallelEmbedding(nn.Module):
         return reduce_from_tp_region(out.masked_fill(elsewhere[..., None], 0), self.group)
 
 
-# Copied from tp.py
-def wrap(module, forward):
-    """Have a module run forward(inner, x, ...), inner being what it ran so far.
-
-    The module gets a class of its own, as PyTorch's fully_shard does it. An object that holds its
-    own method (module.forward = ...) would be a reference cycle: weights that are dropped later
-    would stay in memory until Python happens to look for such cycles.
-    """
-    kind = type(module)
-
-    def wrapped(self, *args, **kwargs):
-        return forward(types.MethodType(kind.forward, self), *args, **kwargs)
-
-    module.__class__ = type(kind.__name__, (kind,), {"forward": wrapped})
-
-
-def parallel_block(block, group):
-    """Run an attention or MLP block as leave(block(enter(x)))."""
-
-    def forward(inner, hidden_states, **kwargs):  # (b, s, h) -> (b, s, h)
-        out = inner(copy_to_tp_region(hidden_states, group), **kwargs)
-        if isinstance(out, tuple):  # attention returns (output, weights)
-            return reduce_from_tp_region(out[0], group), *out[1:]
-        return reduce_from_tp_region(out, group)
-
-    wrap(block, forward)
+def enter_block(group, block, args, kwargs):
+    """Forward pre-hook of attention and MLP: f, once for all column parallel linears in it."""
+    if args:  # how HF calls an MLP
+        return (copy_to_tp_region(args[0], group), *args[1:]), kwargs
+    hidden = copy_to_tp_region(kwargs["hidden_states"], group)  # how HF calls attention
+    return args, kwargs | {"hidden_states": hidden}
 
 
 # Copied from tp.py
-def kv_group(group, replicas, args):
-    """The ranks that hold the same KV heads as this one; None where no other does."""
-    if replicas == 1:
-        return None
-    ranks = dist.get_process_group_ranks(group)
-    shared = [ranks[i : i + replicas] for i in range(0, len(ranks), replicas)]
-    groups = [dist.new_group(same, args.wait) for same in shared]  # every rank has to make all
-    return groups[group.rank() // replicas]
+def recompute_layers(model, args):
+    """--recompute block: keep each layer's input only, and run the layer again in the backward, its
+    hooks and collectives included (arXiv 1604.06174). HF's layers have a switch for it."""
+    for layer in model.model.layers:
+        layer.gradient_checkpointing = args.recompute == "block"
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 
 
 def parallelize(model, group, args):
-    """Turn HF's LlamaForCausalLM into this rank's share of it, in place."""
+    """Turn HF's LlamaForCausalLM into this rank's share of it, in place; names stay HF's."""
+    recompute_layers(model, args)
     if args.dtensor:
         return parallelize_dtensor(model, group)
     config, rank, world = model.config, group.rank(), group.size()
     (q0, q1), (k0, k1), replicas = head_range(config, rank, world)
     i0, i1 = split(config.intermediate_size, rank, world)
     v0, v1 = split(config.vocab_size, rank, world)
-    same_kv, d = kv_group(group, replicas, args), config.head_dim
+    d, same_kv = config.head_dim, None  # same_kv: the ranks that hold the same KV heads
+    if replicas > 1:
+        same_kv, _ = dist.new_subgroups(replicas, group, args.wait)
+    norms = [model.model.norm]
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
-        column_parallel(attention.q_proj, q0 * d, q1 * d)
-        column_parallel(attention.k_proj, k0 * d, k1 * d, replicas)
-        column_parallel(attention.v_proj, k0 * d, k1 * d, replicas)
-        row_parallel(attention.o_proj, q0 * d, q1 * d, rank)
+        attention.q_proj = ColumnParallelLinear(attention.q_proj, q0 * d, q1 * d)
+        attention.k_proj = ColumnParallelLinear(attention.k_proj, k0 * d, k1 * d, replicas, same_kv)
+        attention.v_proj = ColumnParallelLinear(attention.v_proj, k0 * d, k1 * d, replicas, same_kv)
+        attention.o_proj = RowParallelLinear(attention.o_proj, q0 * d, q1 * d, group)
         attention.num_key_value_groups = (q1 - q0) // (k1 - k0)
-        column_parallel(mlp.gate_proj, i0, i1)
-        column_parallel(mlp.up_proj, i0, i1)
-        row_parallel(mlp.down_proj, i0, i1, rank)
-        parallel_block(attention, group)
-        parallel_block(mlp, group)
-        for projection in (attention.k_proj, attention.v_proj):
-            for parameter in projection.parameters():
-                parameter.sum_over = same_kv
-    embedding = VocabParallelEmbedding(model.model.embed_tokens, v0, v1, group)
+        mlp.gate_proj = ColumnParallelLinear(mlp.gate_proj, i0, i1)
+        mlp.up_proj = ColumnParallelLinear(mlp.up_proj, i0, i1)
+        mlp.down_proj = RowParallelLinear(mlp.down_proj, i0, i1, group)
+        for block in (attention, mlp):
+            block.register_forward_pre_hook(partial(enter_block, group), with_kwargs=True)
+        norms += [layer.input_layernorm, layer.post_attention_layernorm]
+    for norm in norms:  # replicated, and every rank computes the whole gradient
+        mark(norm.weight, replicas=world)
     tied = model.lm_head.weight is model.model.embed_tokens.weight
-    model.lm_head.weight = embedding.weight if tied else keep(model.lm_head.weight, 0, v0, v1)
-    model.model.embed_tokens = embedding
-    for name, parameter in model.named_parameters():
-        if "norm" in name:  # replicated, and every rank computes the whole gradient
-            parameter.replicas = world
+    model.model.embed_tokens = VocabParallelEmbedding(model.model.embed_tokens, v0, v1, group)
+    model.lm_head = ColumnParallelLinear(model.lm_head, v0, v1)
+    if tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    return model
 
 
 def parallelize_dtensor(model, group):
-    """The same plan, told to PyTorch's parallelize_module. Whole heads and even shares only."""
-    column, row = ColwiseParallel, RowwiseParallel
-    plan = {f"self_attn.{name}_proj": column() for name in "qkv"} | {"self_attn.o_proj": row()}
-    plan |= {"mlp.gate_proj": column(), "mlp.up_proj": column(), "mlp.down_proj": row()}
-    plan = {f"model.layers.*.{name}": style for name, style in plan.items()}
-    plan["model.embed_tokens"] = row(input_layouts=Replicate())
-    plan["lm_head"] = column(output_layouts=Shard(-1), use_local_output=False)
+    """The same plan for PyTorch's parallelize_module. Whole heads and even shares only.
+
+    Each column parallel linear has an f of its own: 5 all-reduces per layer in the backward.
+    """
+    plan = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+        "model.layers.*.self_attn.q_proj": ColwiseParallel(),
+        "model.layers.*.self_attn.k_proj": ColwiseParallel(),
+        "model.layers.*.self_attn.v_proj": ColwiseParallel(),
+        "model.layers.*.self_attn.o_proj": RowwiseParallel(),
+        "model.layers.*.mlp.gate_proj": ColwiseParallel(),
+        "model.layers.*.mlp.up_proj": ColwiseParallel(),
+        "model.layers.*.mlp.down_proj": RowwiseParallel(),
+        "lm_head": ColwiseParallel(output_layouts=Shard(-1)),
+    }
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     parallelize_module(model, DeviceMesh.from_group(group, model.device.type), plan)
     if tied:  # parallelize_module makes two parameters of one
         model.lm_head.weight = model.model.embed_tokens.weight
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) or "norm" in name:  # it shows itself full
-            parameter.replicas = group.size()
+    for parameter in model.parameters():
+        sharded = isinstance(parameter, DTensor) and parameter.placements[0].is_shard()
+        # The proof looks at full tensors, on every rank. A matrix that the plan forgot counts once
+        # per rank there: coverage P
+        mark(parameter, replicas=group.size() if sharded or parameter.dim() == 1 else 1)
+    return model
 
 
-def settle(args):
-    """Fill in what depends on other options."""
-    args.batch = args.batch or 3
-    if args.dtensor:  # no tiles: each would send its own small messages
-        args.tile = sys.maxsize
-
-
-def check_shape(args, world):
-    """Raise Unusable where this model cannot be cut over world ranks."""
-    head_range(args.config, 0, world)
-    sizes = [args.config.num_key_value_heads, args.config.intermediate_size, args.config.vocab_size]
-    if args.dtensor and any(size % world for size in sizes):
-        works = ", ".join(str(w) for w in range(1, world) if not any(size % w for size in sizes))
-        tell = f"{world} ranks do not divide KV heads, intermediate size and vocabulary {sizes}"
-        raise Unusable(f"--dtensor: {tell}; {works} would do, or tp.py without --dtensor")
-
-
-# --------------------------------------------------------------------------------------------------
-# 4. Loss and step
-# --------------------------------------------------------------------------------------------------
+# ---- 4. Loss and step ----------------------------------------------------------------------------
 
 
 # Copied from tp.py
@@ -322,14 +303,14 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     """-log softmax(logits)[target] with the vocabulary cut over the ranks (Megatron-LM).
 
     logits (n, v/P): columns [start, start + v/P); target (n): ids of the whole vocabulary. Returns
-    the loss of each token, (n). Three numbers a token are reduced instead of gathering v of them.
+    the loss of each token, (n). Three numbers per token are reduced instead of gathering v of them.
     """
 
     @staticmethod
     def forward(ctx, logits, target, start, group):
-        largest = logits.max(-1, keepdim=True).values.float()
-        peak = all_reduce(largest, group, dist.ReduceOp.MAX)
-        shifted = logits - peak  # float32, as peak is; at most 0: exp stays finite
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        peak = all_reduce(logits.max(-1, keepdim=True).values.to(wide), group, dist.ReduceOp.MAX)
+        shifted = logits - peak  # at most 0: exp stays finite
         elsewhere = (target < start) | (target >= start + logits.shape[-1])
         column = (target - start).masked_fill(elsewhere, 0)[:, None]
         target_logit = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0)
@@ -348,77 +329,51 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         return softmax.mul_(grad[:, None]).to(logits.dtype), None, None, None
 
 
-# Copied from tp.py
-def vocab_parallel_cross_entropy(logits, target, start, group):
-    """Loss of each token, (b, s), from this rank's logits (b, s, v/P); 0 where target is IGNORE."""
-    flat = logits.flatten(0, 1), target.flatten()
-    loss = VocabParallelCrossEntropy.apply(*flat, start, group)
-    return loss.view_as(target).masked_fill(target == IGNORE, 0)
-
-
-def loss_chunk(args, world):
-    """Tokens of each sequence that go through the head at once: its columns are cut over ranks."""
-    return max(1, LOSS_CHUNK * world // args.batch)
-
-
-# Copied from tp.py
-def shift(labels):
-    """The target of each token is the next one; the last has none. (b, s) -> (b, s)"""
-    return F.pad(labels[:, 1:], (0, 1), value=IGNORE)
-
-
-def token_loss(model, hidden, targets, group):
-    """Sum of the losses of tokens hidden (b, c, h), each rank holding v/P columns of the head."""
-    if isinstance(model.lm_head.weight, DTensor):  # inside loss_parallel()
-        logits = model.lm_head(hidden).flatten(0, 1).float()
-        return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction="sum")
-    logits = F.linear(hidden, model.lm_head.weight)  # (b, c, v/P)
+def sum_of_losses(model, hidden, targets, group):
+    """Sum of the losses of tokens hidden (b, c, h); none where targets (b, c) are IGNORE."""
+    logits = model.lm_head(hidden).flatten(0, 1)  # (b c, v/P)
     start, _ = split(model.config.vocab_size, group.rank(), group.size())
-    return vocab_parallel_cross_entropy(logits, targets, start, group).sum()
+    loss = VocabParallelCrossEntropy.apply(logits, targets.flatten(), start, group)
+    return loss.masked_fill(targets.flatten() == IGNORE, 0).sum()
 
 
 def mean_loss(model, hidden, labels, group, args):
     """Mean loss over all targets, the same on every rank, from hidden (b, s, h)."""
-    targets = shift(labels)
-    if not args.dtensor:
+    world, size = group.size(), hidden.shape[1]  # size: of a sequence, so many tokens at a time
+    size = size if args.loss == "full" else max(1, LOSS_CHUNK * world // args.batch)
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)  # the target of a token is the next one
+    if not args.dtensor:  # whose head has an f of its own
         hidden = copy_to_tp_region(hidden, group)  # the head is column parallel
-    size = args.length if args.loss == "full" else loss_chunk(args, group.size())
     total = 0
     for h, t in zip(hidden.split(size, 1), targets.split(size, 1)):
         if args.loss == "full":
-            total += token_loss(model, h, t, group)
+            total += sum_of_losses(model, h, t, group)
         else:  # logits of one chunk at a time, recomputed in the backward
-            total += checkpoint(token_loss, model, h, t, group, use_reentrant=False)
+            total += checkpoint(sum_of_losses, model, h, t, group, use_reentrant=False)
     return total / (targets != IGNORE).sum()
 
 
-def hidden_states(model, ids):
-    """What the last norm says of ids (b, s): (b, s, h)."""
+def final_hidden_states(model, ids, group, args):
+    """Output of the final norm, (b, s, h). ids (b, s)"""
     return model.model(input_ids=ids, use_cache=False).last_hidden_state
 
 
 # Copied from tp.py
-def sum_shared_gradients(model):
-    """Sum the gradients of which each rank saw a part (`sum_over`: the ranks that saw the rest)."""
-    for parameter in model.parameters():
-        if getattr(parameter, "sum_over", None) is not None:  # in place: no second gradient
-            dist.all_reduce(parameter.grad, group=parameter.sum_over)
-
-
 def train_step(model, ids, labels, group, args, backward=True):
     """Loss of ids (b, s), the same on every rank; after it every .grad is complete."""
-    with loss_parallel() if args.dtensor else nullcontext():
-        loss = mean_loss(model, hidden_states(model, ids), labels, group, args)
-        if backward:
-            loss.backward()
-            sum_shared_gradients(model)
-    return whole(loss.detach())
+    loss = mean_loss(model, final_hidden_states(model, ids, group, args), labels, group, args)
+    if backward:
+        loss.backward()
+        sum_gradients(model)
+    return loss.detach()
 
 
 # Copied from tp.py
-def whole(tensor):
-    """The full tensor of a DTensor; any other tensor is what it is."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+def sum_gradients(model):
+    """Sum the gradients of which each rank has a part over the ranks that have the others."""
+    for parameter in model.parameters():
+        if parameter.sum_over is not None:  # in place: no second gradient
+            dist.all_reduce(parameter.grad, group=parameter.sum_over)
 
 
 # Copied from tp.py
@@ -426,57 +381,43 @@ def grad_norm(model, group):
     """Norm of the gradient of the whole model: what several ranks hold (replicas) counts once."""
     total = torch.zeros((), dtype=torch.float64)
     for p in model.parameters():
-        norm = torch.linalg.vector_norm(whole(p.grad), dtype=torch.float64)
-        total += norm.square().cpu() / getattr(p, "replicas", 1)
+        total += full_tensor(p.grad).double().square().sum().cpu() / p.replicas
     dist.all_reduce(total, group=group)
     return total.sqrt()
 
 
 def local_logits(model, ids, group, args):
-    """This rank's logits of (b, s, v), marked with `shard` and `replicas` as in keep()."""
-    logits = whole(model.lm_head(hidden_states(model, ids)))  # (b, s, v/P); a DTensor's (b, s, v)
-    start, end = split(model.config.vocab_size, group.rank(), group.size())
-    logits.shard, logits.replicas = (None, group.size()) if args.dtensor else ((2, start, end), 1)
-    return logits
+    """This rank's columns of the logits, (b, s, v/P), marked as a parameter is."""
+    logits = model.lm_head(final_hidden_states(model, ids, group, args))
+    return mark(logits, (2, *split(model.config.vocab_size, group.rank(), group.size())))
 
 
 def token_range(length, group):
-    """Tokens [start, end) that this rank holds between the blocks; how many ranks hold the same."""
+    """Tokens [start, end) that this rank has between the blocks; how many ranks have the same."""
     return 0, length, group.size()
-
-
-# Copied from tp.py
-def mlp_tiles(args, tokens):
-    """In how many tiles an MLP takes so many tokens a sequence: see in_tiles()."""
-    tiled = args.recompute in ("block", "offload")
-    return math.ceil(tokens / max(1, args.tile // args.batch)) if tiled else 1
 
 
 def expected_traffic(config, group, args):
     """What one step must send: rows (phase, op, calls, message bytes), as Meter counts them."""
-    P, layers, element = group.size(), config.num_hidden_layers, args.torch_dtype.itemsize
-    hidden = args.batch * args.length * config.hidden_size * element  # one (b, s, h)
-    loss = args.batch * args.length * max(4, element)  # a number a token, in float32 or better
-    chunks = math.ceil(args.length / loss_chunk(args, P)) if args.loss == "chunked" else 1
-    tiles = mlp_tiles(args, args.length)
-    projections = 5 if args.dtensor else 1 + tiles  # f of q, k, v, gate, up; of attention, tiles
-    reductions = 3 if args.dtensor else 2  # max, sum-exp, target logit; ours sends two as one
-    head = chunks if args.dtensor else 1  # parallelize_module has an f in the head: one a chunk
-    rows = [("forward", "all_reduce", reductions * chunks, 3 * loss)]
-    if args.loss == "chunked":  # recomputed in the backward
-        rows += [("backward", "all_reduce", reductions * chunks, 3 * loss)]
+    P, layers, element = group.size(), config.num_hidden_layers, getattr(torch, args.dtype).itemsize
     if P == 1:
-        return rows if args.dtensor else []  # loss_parallel() reduces over one rank too
-    blocks = 1 + (5 if args.dtensor else 2) * layers
-    rows += [  # embedding and every g; every f
-        ("forward", "all_reduce", 1 + (1 + tiles) * layers, (1 + 2 * layers) * hidden),
-        ("backward", "all_reduce", head + projections * layers, blocks * hidden),
+        return []
+    hidden = args.batch * args.length * config.hidden_size * element  # one (b, s, h)
+    loss = args.batch * args.length * max(4, element)  # a number per token, in float32 or better
+    size = args.length if args.loss == "full" else max(1, LOSS_CHUNK * P // args.batch)
+    chunks, blocks = math.ceil(args.length / size), 2 * layers
+    copies = 5 * layers + chunks if args.dtensor else blocks + 1  # every f, the head's included
+    sizes = 5 * layers + 1 if args.dtensor else blocks + 1
+    rows = [
+        ("forward", "all_reduce", 1 + blocks, (1 + blocks) * hidden),  # embedding, every g
+        ("forward", "all_reduce", 2 * chunks, 3 * loss),  # max; sum-exp and target logit
+        ("backward", "all_reduce", copies, sizes * hidden),
     ]
-    if args.recompute in ("block", "offload"):  # attention's g again. MLP's only if in tiles: where
-        # it is a layer's last, checkpoint() stops before it, with all that the backward needs
+    if args.loss == "chunked":  # every chunk's forward again
+        rows += [("backward", "all_reduce", 2 * chunks, 3 * loss)]
+    if args.recompute == "block":  # every layer's forward again, but for the MLP's g: checkpoint()
+        # stops as soon as it has all that the backward needs
         rows += [("backward", "all_reduce", layers, layers * hidden)]
-        if tiles > 1:
-            rows += [("backward", "all_reduce", layers * tiles, layers * hidden)]
     _, (k0, k1), replicas = head_range(config, group.rank(), P)
     if replicas > 1:  # replicated KV heads: their gradients are summed
         numbers = 2 * (k1 - k0) * config.head_dim * (config.hidden_size + config.attention_bias)
@@ -485,160 +426,55 @@ def expected_traffic(config, group, args):
     return rows
 
 
-# --------------------------------------------------------------------------------------------------
-# 5. Memory: what the backward needs is kept, or computed again
-# --------------------------------------------------------------------------------------------------
-
-
-# Copied from tp.py
-class Keep(torch.autograd.Function):
-    """x itself; its node keeps x for the backward, where y.grad_fn.saved_tensors returns it."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
-
-# Copied from tp.py
-class InTiles(torch.autograd.Function):
-    """run(x), a tile of `size` tokens at a time; each tile is run again in the backward."""
-
-    @staticmethod
-    def forward(ctx, x, keeper, run, size):
-        ctx.keeper, ctx.run, ctx.size = keeper, run, size
-        return torch.cat([run(tile) for tile in x.split(size, -2)], -2)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.keeper.saved_tensors
-        dx = torch.empty_like(x)
-        for tile, dy, place in zip(*(t.split(ctx.size, -2) for t in (x, grad, dx))):
-            tile = tile.detach().requires_grad_()
-            with torch.enable_grad():
-                out = ctx.run(tile)
-            out.backward(dy)  # the weights' gradients add up
-            place.copy_(tile.grad)
-        return dx, None, None, None
-
-
-# Copied from tp.py
-def in_tiles(args, run, x):  # (b, ..., s, h) -> (b, ..., s, any)
-    """run(x) by tiles of tokens, for what treats each token by itself: a norm, an MLP.
-
-    What it makes on the way, for an MLP several (b, s, intermediate) and what is communicated, then
-    exists for one tile only. (Arctic Long Sequence Training, arXiv 2506.13996.) x is kept before
-    anything runs: when a layer is recomputed, checkpoint() then has all it needs, and stops here.
-    """
-    size = max(1, args.tile // len(x))
-    if x.shape[-2] <= size:
-        return run(x)
-    x = Keep.apply(x)
-    return InTiles.apply(x, x.grad_fn, run, size)
-
-
-# Copied from tp.py
-def keep_dear(layer):
-    """What selective recomputation (arXiv 2205.05198) keeps: a policy, asked for each operation.
-
-    What q, k, v, gate and up return, and attention's result, are dear to compute. Norms, rotary
-    embedding, silu(gate) * up and what is communicated before them run again: cheap, but large.
-    """
-    attention, mlp = layer.self_attn, layer.mlp
-    linears = attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj
-    weights = {linear.weight.untyped_storage()._cdata for linear in linears}
-
-    def policy(context, operator, *inputs, **options):
-        name = operator.name()
-        product = name in ("aten::mm", "aten::addmm")
-        product = product and inputs[-1].untyped_storage()._cdata in weights
-        keep = product or "attention" in name or "flash_attn" in name
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return policy
-
-
-# Copied from tp.py
-def recompute(args, inner, x, **others):  # (b, s, h) -> (b, s, h)
-    """Keep a layer's input only, and run the layer again in the backward (arXiv 1604.06174).
-
-    --recompute offload keeps that input in the host's memory; selective keeps the input of either
-    block, and what is dear.
-    """
-    layer = inner.__self__  # HF's LlamaDecoderLayer, whose forward is x + attend, + feed_forward
-
-    def attend(x):
-        return layer.self_attn(hidden_states=in_tiles(args, layer.input_layernorm, x), **others)[0]
-
-    def feed_forward(x):
-        return layer.mlp(layer.post_attention_layernorm(x))
-
-    def both(x):
-        x = x + attend(x)
-        return x + in_tiles(args, feed_forward, x)
-
-    if args.recompute == "selective":
-        contexts = partial(create_selective_checkpoint_contexts, keep_dear(layer))
-        for block in (attend, feed_forward):
-            x = x + checkpoint(block, x, use_reentrant=False, context_fn=contexts)
-        return x
-    offload = args.recompute == "offload"
-    with save_on_cpu(pin_memory=args.device.type == "cuda") if offload else nullcontext():
-        return checkpoint(both, x, use_reentrant=False)
-
-
-# Copied from tp.py
-def make_parallel(model, group, args):
-    """This rank's share of model, in place, with the recomputation asked for."""
-    parallelize(model, group, args)
-    if args.recompute != "none":
-        for layer in model.model.layers:
-            wrap(layer, partial(recompute, args))
-        wrap(model.model.norm, partial(in_tiles, args))
-    return model
-
-
-# What sections 6 and 7, the same in all four scripts, find of this script alone
+# What sections 5 and 6, the same in all four scripts, ask of this one
 OPTIONS = {"--dtensor": {"action": "store_true", "help": "PyTorch's parallelize_module instead"}}
-RIVAL = "dtensor"  # with this option benchmark mode times the script without it, too, in turn
-FIGURES, OWN_MODES = None, {}  # what benchmark measures besides; modes that need no ranks
+OWN_MODES, OWN_FIGURES = {}, None  # modes that need no ranks; what benchmark measures besides
+
+
+def finalize_args(args, world):
+    """Fill in what depends on other options; UsageError where world ranks cannot do it."""
+    args.batch = args.batch or 3
+    head_range(args.config, 0, world)
+    sizes = [args.config.num_key_value_heads, args.config.intermediate_size, args.config.vocab_size]
+    if args.dtensor and any(size % world for size in sizes):
+        works = ", ".join(str(w) for w in range(1, world) if not any(size % w for size in sizes))
+        problem = f"{world} ranks do not divide KV heads, intermediate size and vocabulary {sizes}"
+        raise UsageError(f"--dtensor: {problem}; {works} would, or tp.py without --dtensor")
 
 
 # Copied from tp.py
-# --------------------------------------------------------------------------------------------------
-# 6. Proof: the three modes, word for word the same in all four scripts
-# --------------------------------------------------------------------------------------------------
+# ---- 5. Proof: the three modes, word for word the same in all four scripts -----------------------
 
-EXACT = 1e-10  # float64: the relative error that is allowed; nothing is finer to hold it against
-ALL, ANY, LEAST = 1.5, 4.0, 3.0  # float32, bfloat16: of one device's rounding error; see judge()
-LEARNING_STEPS, LEARNING_TOLERANCE = 20, {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2}
-SPEAKS = "LOCAL_RANK" not in os.environ or os.environ["RANK"] == "0"  # this rank prints and writes
+EXACT = 1e-10  # float64: the relative error that each tensor may have
+ROUNDING = 2.0  # float32, bfloat16: the error of all of a kind, in multiples of one device's,
+LEAST = 4.0  # or of so many machine epsilons, where one device by chance has less
+LEARNING_STEPS, LEARNING_TOLERANCE = 20, {"float64": 1e-9, "float32": 1e-2, "bfloat16": 2e-1}
 
 
-class Unusable(Exception):
-    """An argument or a model that cannot work; its message says what would."""
+def is_rank0():
+    """Whether this process prints and writes: rank 0, or one that torchrun has not started."""
+    return "LOCAL_RANK" not in os.environ or os.environ["RANK"] == "0"
 
 
-def say(*lines):
-    """Print on the rank that speaks, after an empty line."""
-    if SPEAKS:
+def print0(*lines):
+    """Print lines on rank 0, after an empty one."""
+    if is_rank0():
         print("", *lines, sep="\n", flush=True)
 
 
-def table(rows):
+def print_table(rows):
     """Print rows, dicts with the same keys, under these keys; the first column to the left."""
     cells = [[f"{x:.3g}" if isinstance(x, float) else str(x) for x in r.values()] for r in rows]
     cells.insert(0, [key.replace("_", " ") for key in rows[0]])
     widths = [max(map(len, column)) for column in zip(*cells)]
-    columns = [f"{{:{'>' if i else '<'}{width}}}" for i, width in enumerate(widths)]
-    say(*("  " + "   ".join(columns).format(*row) for row in cells))
+    lines = []
+    for first, *others in cells:
+        padded = [cell.rjust(width) for cell, width in zip(others, widths[1:])]
+        lines.append("   ".join(["  " + first.ljust(widths[0]), *padded]))
+    print0(*lines)
 
 
-def gather(value, group):
+def gather_objects(value, group):
     """Every rank's value, in a list; a barrier, too. A fake rank is alone."""
     if dist.get_backend(group) == "fake":
         return [value]
@@ -647,73 +483,62 @@ def gather(value, group):
     return values
 
 
+def full_tensor(tensor):
+    """All of a DTensor, gathered; any other tensor is returned as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 @contextmanager
 def float64_islands(dtype):
-    """HF computes norms, rotary tables, softmax in float32 whatever the dtype; not in float64."""
-    if dtype != "float64":
+    """For the proof only: HF computes norms and softmax in float32 even in a float64 model."""
+    wide = SimpleNamespace(**vars(torch) | {"float32": torch.float64})
+    with mock.patch.object(modeling_llama, "torch", wide if dtype == "float64" else torch):
         yield
-        return
-    wide = {**vars(torch), "float32": torch.float64, "float": torch.float64}
-    with mock.patch.object(modeling_llama, "torch", types.SimpleNamespace(**wide)):
-        with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
-            yield
 
 
 @contextmanager
 def readable(name):
-    """Whatever is wrong with a model: transformers' own message, in one line."""
+    """Whatever is wrong with a model becomes a UsageError with transformers' own message."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except Exception as problem:  # of many kinds
-        raise Unusable(f"cannot read the model {name}: {' '.join(str(problem).split())}") from None
+        known = f"not one of {', '.join(PRESETS)}, and cannot be read"
+        raise UsageError(f"--model {name}: {known}: {problem}") from None
 
 
 def load_model(args):
     """HF's LlamaForCausalLM on this rank's device; the same weights on every rank."""
     torch.manual_seed(args.seed)
-    auto = transformers.AutoModelForCausalLM
-    how = {"dtype": args.torch_dtype, "attn_implementation": args.attention}
+    auto, pad = transformers.AutoModelForCausalLM, args.config.pad_token_id
+    how = {"dtype": getattr(torch, args.dtype), "attn_implementation": args.attention}
     with readable(args.model), args.device if args.source is None else nullcontext():
-        if args.source is None:
-            model = auto.from_config(args.config, **how)
-        else:
+        if args.source is not None:
             model = auto.from_pretrained(**args.source, **how, use_safetensors=True)
-    rows, pad = model.model.embed_tokens.weight.data, args.config.pad_token_id
-    if args.source is None and pad is not None:  # HF's zeros: a norm's gradient of them is huge
-        rows[pad].normal_(std=args.config.initializer_range)
-    return model.to(args.device).train()
+            return model.to(args.device).train()
+        model = auto.from_config(args.config, **how).train()
+    if pad is not None:  # HF's zeros: a norm's gradient of them is huge
+        row = model.model.embed_tokens.weight.data[pad]
+        row.normal_(std=args.config.initializer_range)
+    return model
 
 
-def text_batch(args):
-    """ids (b, s) of real text, by the model's own tokenizer where it has one, else its bytes."""
-    text = Path(args.text).read_text(errors="replace") if args.text else "".join(topics.values())
-    tokens, need = list(text.encode()), args.batch * args.length
-    if args.source is not None:
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(**args.source)
-            tokens = tokenizer(text)["input_ids"]
-        except Exception:  # of many kinds
-            say(f"  {args.model} has no tokenizer: its tokens are the text's bytes")
-    tokens = (tokens * (need // len(tokens) + 1))[:need]  # a short text is read again
-    return torch.tensor(tokens).view(args.batch, args.length) % args.config.vocab_size
+def proof_batch(args, group, step=0):
+    """ids and labels (b, s) of a step, in which an error cannot cancel or hide.
 
-
-def proof_batch(args, group):
-    """ids and labels (b, s) that leave a wrong step no place to hide.
-
-    The labels have a hole in the middle, none, or an ignored tail, in turn: targets are spread
-    evenly neither over ranks nor over sequences. Token 0, the padding token, and the first and last
-    row of every rank's share of the vocabulary are among inputs and targets.
+    Steps differ in content and length: nothing kept from the first can serve the second. Of three
+    sequences one has a hole in its targets, one ends early: targets are spread unevenly. Inputs and
+    targets: token 0, the padding token, first and last row of each rank's share of the vocabulary.
     """
-    shape, vocabulary = (args.batch, args.length), args.config.vocab_size
-    generator = torch.Generator().manual_seed(args.seed)
-    random = torch.randint(vocabulary, shape, generator=generator)
-    ids = random if args.source is None else text_batch(args)  # real weights make sense of text
+    length, vocabulary = args.length, args.config.vocab_size
+    if step > 0:
+        length = length + 1 if length < 3 else length * 2 // 3
+    shape, generator = (args.batch, length), torch.Generator().manual_seed(args.seed + step)
+    ids = torch.randint(vocabulary, shape, generator=generator)
     targets = torch.ones(shape, dtype=torch.bool)
-    targets[0::3, max(1, args.length // 4) : args.length // 2] = False
-    targets[2::3, (args.length + 1) // 2 :] = False
+    targets[0::3, max(1, length // 4) : length // 2] = False
+    targets[2::3, (length + 1) // 2 :] = False
     ranges = [split(vocabulary, rank, group.size()) for rank in range(group.size())]
     edges = {row for start, end in ranges for row in (start, end - 1)}
     edges = torch.tensor(sorted(edges | {0, (args.config.pad_token_id or 0) % vocabulary}))
@@ -722,12 +547,23 @@ def proof_batch(args, group):
     return ids.to(args.device), ids.where(targets, IGNORE).to(args.device)
 
 
+def text_tokens(args):
+    """All tokens of --text, by the model's own tokenizer where it has one, else its bytes."""
+    text = Path(args.text).read_text(errors="replace") if args.text else "".join(topics.values())
+    tokens = list(text.encode())
+    if args.source is not None:
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(**args.source)
+            tokens = tokenizer(text)["input_ids"]
+        except Exception:  # of many kinds
+            print0(f"  {args.model} has no tokenizer: its tokens are the text's bytes")
+    return torch.tensor(tokens, device=args.device) % args.config.vocab_size
+
+
 def reference_step(model, ids, labels, backward=True):
-    """The step of the untouched HF model on one device."""
-    logits = model(input_ids=ids, use_cache=False).logits
-    # In float64: on a CPU its float32 loss is off by 1e-3 in gradients of confident predictions
-    with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
-        loss = model.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1])
+    """The step of the untouched model on one device, with PyTorch's own loss in float64."""
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].double()
+    loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE)
     if backward:
         loss.backward()
     return loss.detach()
@@ -739,206 +575,167 @@ def sgd(model, lr):
     model.zero_grad()
 
 
-def observe(model, batch, args, group=None):
-    """Two steps of SGD: {(kind, name): tensor}, all that correctness compares, as it is computed.
+def two_steps(model, args, group, sharded, lr=None):
+    """({(kind, name): tensor} of all that correctness compares in two SGD steps, learning rate).
 
-    Each tensor has `shard` and `replicas`, as keep() sets them. Without a group the model is HF's.
+    sharded: each tensor is marked as mark() does it; else the model is HF's own on one device.
     """
-    seen, embedded, parameters = {}, [], list(model.named_parameters())
+    found, embedded, parameters = {}, [], list(model.named_parameters())
+    batches = [proof_batch(args, group, step) for step in (0, 1)]
+    on_all_ranks = SimpleNamespace(shard=None, replicas=group.size())
 
-    def see(kind, name, tensor, owner=None):
-        seen[kind, name] = tensor = torch.atleast_1d(whole(tensor.detach()))
-        replicas = group.size() if group and owner is None else 1  # without an owner: all have it
-        tensor.shard = getattr(owner, "shard", None)
-        tensor.replicas = getattr(owner, "replicas", replicas)
+    def step(ids, labels):
+        if sharded:
+            return train_step(model, ids, labels, group, args)
+        return reference_step(model, ids, labels)
 
-    def see_embedding(module, ids, out):
+    def keep(kind, name, tensor, marked=on_all_ranks):
+        tensor = found[kind, name] = torch.atleast_1d(full_tensor(tensor.detach()))
+        if sharded:
+            mark(tensor, marked.shard, marked.replicas)
+
+    def keep_embedded(module, ids, out):
         out.retain_grad()
         embedded.append(out)
 
-    def step(backward=True):
-        if group is None:
-            return reference_step(model, *batch, backward)
-        return train_step(model, *batch, group, args, backward)
-
     for name, p in parameters:
-        see("shard", name, p.clone(), p)
+        keep("shard", name, p.clone(), p)
+    ids = batches[0][0]
     with torch.no_grad():
-        out = local_logits(model, batch[0], group, args) if group else model(batch[0]).logits
-    if out is not None:  # of a pipeline only the last stage has them
-        see("logits", "logits", out, out)
-    hook = model.get_input_embeddings().register_forward_hook(see_embedding)
-    loss = step()
+        logits = local_logits(model, ids, group, args) if sharded else model(ids).logits
+    if logits is not None:  # of a pipeline only the last stage has them
+        keep("logits", "logits", logits, logits)
+    # Logits of hundreds, whose exp() would be infinite
+    hook = model.model.norm.register_forward_hook(lambda module, x, out: 512 * out)
+    keep("loss", "loss of 512 x logits", step(*batches[0]))
     hook.remove()
-    see("loss", "loss", loss)
-    with torch.no_grad():  # once more with logits of hundreds: exp() of them would be infinite
-        for weight in model.model.norm.parameters():
-            weight *= 512
-        see("loss", "loss of 512 x logits", step(backward=False))
-        for weight in model.model.norm.parameters():
-            weight /= 512
+    for _, p in model.model.norm.named_parameters():
+        keep("large", "norm of 512 x logits", p.grad, p)
+    model.zero_grad()
+    hook = model.get_input_embeddings().register_forward_hook(keep_embedded)
+    loss = step(*batches[0])
+    hook.remove()
+    keep("loss", "loss", loss)
     for name, p in reversed(parameters):
-        p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # if the step forgot it
-        see("grad", name, p.grad, p)
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        keep("grad", name, p.grad, p)
     if embedded:
-        start, end, replicas = token_range(args.length, group) if group else (0, args.length, 1)
-        inputs = torch.cat([x.grad for x in embedded])[:, : end - start]  # without SP's padding
-        inputs.shard, inputs.replicas = (1, start, end), replicas
-        see("grad", "inputs_embeds", inputs, inputs)
-    if group is None:
-        norm = torch.stack([p.grad.double().norm() for p in model.parameters()]).norm()
-    else:
-        norm = grad_norm(model, group)
-    see("grad_norm", "grad_norm", norm)
-    lr = 0.05 * loss.item() / (norm.item() ** 2 or 1.0)  # a straight line would fall by 5%
+        start, end, replicas = token_range(args.length, group) if sharded else (0, args.length, 1)
+        inputs = torch.cat([x.grad for x in embedded])[:, : end - start]  # without padding
+        keep("grad", "inputs_embeds", inputs, mark(inputs, (1, start, end), replicas))
+    norm = torch.stack([p.grad.double().norm() for p in model.parameters()]).norm()
+    norm = grad_norm(model, group) if sharded else norm
+    keep("grad_norm", "grad_norm", norm)
+    # 5% less loss if it fell along a straight line; with 10% training becomes unstable
+    lr = lr or 0.05 * loss.item() / (norm.item() ** 2 or 1.0)
     sgd(model, lr)
-    step()
+    keep("loss", "loss of step 2", step(*batches[1]))
     sgd(model, lr)
     for name, p in parameters:
-        see("weight", name, p, p)
-    return seen
+        keep("weight", name, p, p)
+    return found, lr
 
 
-def compare(seen, expected, rounded):
-    """Squared norms of what this rank holds: {(kind, name): (error, size, rounding, share)}.
+def judge(found, expected, rounded, dtype, group):
+    """Entries of the JSON, one per tensor; in float32 and bfloat16 also one per kind of tensors.
 
-    rounding is the error of one device in the same dtype. share is the part of the full tensor that
-    is held here, divided by its replicas: over all ranks it must come to 1, or something is
-    missing, or was never sharded.
+    In float64 each tensor's error counts, relative to its own norm, or to a thousandth of that of
+    its kind: what is zero by construction has none. In other dtypes rounding hides small errors:
+    all of a kind are held against `rounded`, one device in the same dtype. coverage is the part of
+    a tensor that is here, divided by its replicas: over all ranks 1, or some of it was lost, or not
+    sharded.
     """
-
-    def square(x):
-        return torch.linalg.vector_norm(x, dtype=torch.float64).item() ** 2 / tensor.replicas
-
-    rows = dict.fromkeys(expected, (0.0, 0.0, 0.0, 0.0))
-    for key, tensor in seen.items():
-        if key not in expected:  # a tied head on a rank that has no embedding
-            key = key[0], "model.embed_tokens.weight"
-        dim, start, end = tensor.shard or (0, 0, len(expected[key]))
-        want, one_device = (x[key].narrow(dim, start, end - start) for x in (expected, rounded))
-        error = square(tensor - want) if tensor.shape == want.shape else math.inf
-        share = want.numel() / expected[key].numel() / tensor.replicas
-        rows[key] = error, square(want), square(one_device - want), share
-    return rows
-
-
-def judge(ranks, dtype):
-    """Entries of the JSON, one a tensor; and the ratio of all gradients' error to one device's.
-
-    A tensor may be off by ANY times the rounding error that one device makes in this dtype, all
-    gradients together by ALL times: correct runs came to 2 and 1.4 times, wrong gradients come to
-    hundreds. One device may by chance have next to none: it counts as LEAST roundings (eps), at
-    least. Loss and gradient norm, single numbers, go by logits and gradients. What should be zero
-    has no relative error: a tensor is at least a hundredth of a rounding of all of its kind.
-    """
-    eps = torch.finfo(getattr(torch, dtype)).eps
-    if dtype == "float64":
-        eps = EXACT / ANY / LEAST
-    sums = {key: [math.fsum(c) for c in zip(*(rows[key] for rows in ranks))] for key in ranks[0]}
-    kinds = defaultdict(lambda: [0.0, 0.0, 0.0])  # error, size, rounding of a kind: squares
-    for (kind, _), (*squares, _) in sums.items():
-        kinds[kind] = [a + b for a, b in zip(kinds[kind], squares)]
-    tensors = []
-    for (kind, name), (*squares, owned) in sums.items():
-        error, size, rounding = map(math.sqrt, squares)
-        if kind in ("loss", "grad_norm"):
-            squares = kinds["logits" if kind == "loss" else "grad"]
-            rounding = size * math.sqrt(squares[2] / squares[1])
-        noise = eps * math.sqrt(kinds[kind][1]) / 100
-        limit = 0.0 if kind == "shard" else ANY * max(rounding, LEAST * eps * size) + noise
-        size = max(size, noise) or 1.0
-        error = math.inf if math.isnan(error) else error / size
-        rank = max(range(len(ranks)), key=lambda r: ranks[r][kind, name][0])  # furthest off
-        entry = {"name": name, "kind": kind, "rank": rank, "owned": owned}
-        entry |= {"relative_error": error, "limit": limit / size}
-        tensors.append(entry | {"passed": error <= limit / size and abs(owned - 1) < 1e-9})
-    error, size, rounding = map(math.sqrt, kinds["grad"])
-    return tensors, error / max(rounding, LEAST * eps * size)
-
-
-def weight_bytes():
-    """Bytes of all weights in this process, whether a model uses them or not."""
-    weights = [x for x in gc.get_objects() if type(x) is nn.Parameter]
-    storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in weights}
-    return sum(storages.values())
+    sums = torch.zeros(len(expected), 4, dtype=torch.float64)
+    for row, key in zip(sums, expected):
+        if key in found:  # a bias may be rank 0's alone, a layer another stage's
+            tensor, full = found[key], expected[key]
+            dim, start, end = tensor.shard or (0, 0, len(full))
+            want, one_device = (x[key].narrow(dim, start, end - start) for x in (expected, rounded))
+            error = tensor - want if tensor.shape == want.shape else torch.tensor(math.inf)
+            for i, x in enumerate((error, want, one_device - want)):
+                row[i] = x.double().square().sum() / tensor.replicas
+            row[3] = want.numel() / full.numel() / tensor.replicas
+    ranks = torch.stack(gather_objects(sums, group))
+    sums, largest = ranks.sum(0), ranks[:, :, 0].argmax(0).tolist()
+    kinds = {kind: sums[[k == kind for k, _ in expected]].sum(0).tolist() for kind, _ in expected}
+    entries = []
+    for (kind, name), (error, size, _, coverage), rank in zip(expected, sums.tolist(), largest):
+        error = math.sqrt(error / (max(size, kinds[kind][1] / 1e6) or 1.0))
+        limit = 0.0 if kind == "shard" else EXACT if dtype == "float64" else math.inf
+        entries.append([name, kind, rank, coverage, error, limit])
+    for kind in ("logits", "grad", "weight") if dtype != "float64" else ():
+        error, size, rounding, _ = (math.sqrt(square) for square in kinds[kind])
+        least = LEAST * torch.finfo(getattr(torch, dtype)).eps
+        limit = ROUNDING * max(rounding / size, least)
+        entries.append([f"all {kind}", kind, "all", 1.0, error / size, limit])
+    keys = ("name", "kind", "rank", "coverage", "relative_error", "limit", "passed")
+    return [dict(zip(keys, (*e, e[4] <= e[5] and abs(e[3] - 1) < 1e-9))) for e in entries]
 
 
 def check_correctness(args, group):
-    """Every tensor of two steps on P ranks against the untouched HF model on one device."""
-    reference, batch = load_model(args), proof_batch(args, group)
-    gc.collect()
-    others = weight_bytes()
-    model = make_parallel(copy.deepcopy(reference), group, args)
-    shards = sum(p.nbytes for p in model.parameters() if type(p) is nn.Parameter)
-    memory = gather((weight_bytes() - others, shards), group)
-    finer = {"bfloat16": "float32"}.get(args.dtype, "float64")
-    rounded = observe(copy.deepcopy(reference), batch, args)
-    with float64_islands(finer):
-        expected = observe(reference.to(getattr(torch, finer)), batch, args)
-    seen = observe(model, batch, args, group)
-    tensors, ratio = judge(gather(compare(seen, expected, rounded), group), args.dtype)
-    wrong = []
-    for rank, (held, shards) in enumerate(memory):
-        if held != shards:
-            wrong.append(f"rank {rank} holds weights of {held} bytes, its shards are {shards}")
-    wrong += [entry["name"] for entry in tensors if not entry["passed"]]
-    if args.dtype != "float64" and not ratio <= ALL:
-        wrong.append("all gradients together")
-
-    numbers, rows = {}, []
+    """Every tensor of two steps on P ranks against the untouched model on one device."""
+    reference = load_model(args)
+    model = parallelize(copy.deepcopy(reference), group, args)
+    rounded, lr = expected, _ = two_steps(copy.deepcopy(reference), args, group, sharded=False)
+    if args.dtype != "float64":
+        finer = {"bfloat16": "float32"}.get(args.dtype, "float64")
+        with float64_islands(finer):
+            reference.to(getattr(torch, finer))
+            expected, _ = two_steps(reference, args, group, sharded=False, lr=lr)
+    found, _ = two_steps(model, args, group, sharded=True, lr=lr)
+    entries = judge(found, expected, rounded, args.dtype, group)
+    wrong = [entry for entry in entries if not entry["passed"]]
+    nearest = sorted(
+        entries, key=lambda e: (-e["relative_error"] / (e["limit"] or 1e-99), -e["relative_error"])
+    )
+    numbers = {}
     for name in ("loss", "grad_norm"):
-        a, b = expected[name, name].item(), seen[name, name].item()
-        numbers |= {f"{name}_reference": a, name: b}
-        rows.append({"": name, "one device": f"{a:.8g}", "parallel": f"{b:.8g}"})
-    table(rows)
-    worst = sorted(tensors, key=lambda x: -x["relative_error"] / max(x["limit"], 1e-99))
-    shown = [entry for entry in tensors if not entry["passed"]] or worst
-    table([{k: v for k, v in entry.items() if k != "passed"} for entry in shown[:8]])
-    say("  owned: how often a tensor exists over all ranks, replicas counted once; 1 is right")
-    close = f"{ratio:.2f} x one device's error from {finer} (at most {ALL})"
-    if args.dtype == "float64":
-        close = f"within {EXACT} of one device"
-    summary = f"loss, logits, all gradients, weights after 2 SGD steps: {close}"
+        numbers[f"{name}_reference"], numbers[name] = (
+            x[name, name].item() for x in (expected, found)
+        )
+        one_device, parallel = numbers[f"{name}_reference"], numbers[name]
+        print0(f"  {name}: one device {one_device:.8g}, parallel {parallel:.8g}")
+    print_table([{k: v for k, v in e.items() if k != "passed"} for e in (wrong or nearest)[:8]])
+    print0(
+        "  coverage: how often a tensor exists over all ranks, replicas counted once; 1 is right"
+    )
+    limit = f"{EXACT} of one device" if args.dtype == "float64" else f"{ROUNDING:g} x its rounding"
+    summary = f"loss, logits, all gradients, weights after 2 SGD steps: within {limit}"
     if wrong:
-        summary = f"{len(wrong)} of {len(tensors)} values are wrong, the first: {wrong[0]}"
-    result = {"passed": not wrong, **numbers, "worst": worst[0], "tensors": tensors}
-    result["tolerance"] = EXACT if args.dtype == "float64" else ALL
-    return summary, result | {"rounding_ratio": ratio}
+        summary = f"{len(wrong)} of {len(entries)} values are wrong, the first: {wrong[0]['name']}"
+    result = {"passed": not wrong, **numbers, "worst": nearest[0]}
+    result["tolerance"] = EXACT if args.dtype == "float64" else ROUNDING
+    return summary, result | {"tensors": entries}
 
 
 def check_learning(args, group):
-    """Train one device (rank 0's) and P ranks on the same text: the same losses, and they fall."""
-    reference, ids = load_model(args), text_batch(args).to(args.device)
-    model = make_parallel(copy.deepcopy(reference), group, args)
-    alone, losses, lr = [], [], None
-    for _ in tqdm(range(LEARNING_STEPS), "learning", disable=None if SPEAKS else True):
-        losses.append(train_step(model, ids, ids, group, args).item())
-        lr = lr or 0.1 * losses[0] / (grad_norm(model, group).item() ** 2 or 1.0)
+    """Train one device and P ranks on the same text: the same losses, and they fall."""
+    reference, tokens, size = load_model(args), text_tokens(args), args.batch * args.length
+    model, lr, rows = parallelize(copy.deepcopy(reference), group, args), None, []
+    for i in tqdm(range(LEARNING_STEPS), "learning", disable=None if is_rank0() else True):
+        places = torch.arange(i * size, (i + 1) * size) % len(tokens)  # a short text begins again
+        ids = tokens[places].view(args.batch, args.length)
+        loss = train_step(model, ids, ids, group, args).item()
+        lr = lr or 0.05 * loss / (grad_norm(model, group).item() ** 2 or 1.0)
+        alone = reference_step(reference, ids, ids).item()
+        error = max(gather_objects(abs(loss - alone) / alone, group))  # the worst rank's
+        rows.append({"step": i, "one device": alone, "parallel": loss, "relative error": error})
         sgd(model, lr)
-        if group.rank() == 0:
-            alone.append(reference_step(reference, ids, ids).item())
-            sgd(reference, lr)
-    alone, ranks = gather(alone, group)[0], gather(losses, group)
-    rows = []
-    for step, (a, *everyone) in enumerate(zip(alone, *ranks)):
-        rows.append({"step": step, "one device": f"{a:.6f}", "rank 0": f"{everyone[0]:.6f}"})
-        rows[-1]["worst rank's relative error"] = max(abs(b - a) / abs(a) for b in everyone)
-    table([*rows[:-1:5], rows[-1]])
-    apart = max(row["worst rank's relative error"] for row in rows)
-    fall, need = min(1 - r[-1] / r[0] for r in ranks), 0.2 if args.model == "tiny" else 0.0
-    limit = LEARNING_TOLERANCE[args.dtype]
+        sgd(reference, lr)
+    shown = [row | {k: f"{row[k]:.6f}" for k in ("one device", "parallel")} for row in rows]
+    print_table([*shown[:-1:5], shown[-1]])
+    apart, fall = max(row["relative error"] for row in rows), 1 - loss / rows[0]["parallel"]
+    limit, need = LEARNING_TOLERANCE[args.dtype], 0.2 if args.model == "tiny" else 0.0
     summary = f"losses within {apart:.1e} of one device's (at most {limit:.0e})"
-    summary += f", down by {fall:.0%} (over {need:.0%})"
-    passed = apart <= limit and fall > need
-    return summary, {"passed": passed, "loss_reference": alone, "loss": losses}
+    summary += f", down by {fall:.0%}"
+    passed = apart <= limit and bool(fall > need)
+    losses = {"loss_reference": [row["one device"] for row in rows]}
+    return summary, {"passed": passed, **losses, "loss": [row["parallel"] for row in rows]}
 
 
 class Meter(TorchDispatchMode):
-    """Counts collectives, and the bytes of all tensors alive at once (peak), whoever made them.
-
-    Message bytes of a collective are those of the full tensor: what comes out of an all_gather,
-    what goes into a reduce_scatter; of an all_to_all the rank's own input.
-    """
+    """Counts collectives, the bytes of their full tensors (of an all_to_all: of the rank's own
+    input), and the bytes of all tensors that exist at the same time, whoever made them."""
 
     OPS = {"allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter"}
     OPS |= {"alltoall": "all_to_all", "send": "send"}
@@ -946,49 +743,45 @@ class Meter(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.calls, self.bytes, self.peak = Counter(), Counter(), 0
-        self.alive = weakref.WeakValueDictionary()  # of storages: several tensors may share one
-        self.hold(x for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter))
+        self.alive = weakref.WeakValueDictionary()  # storages: several tensors may share one
+        self.add(x for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter))
 
-    def hold(self, tensors):
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
+    def add(self, tensors):
+        for storage in (tensor.untyped_storage() for tensor in tensors):
             if storage._cdata not in self.alive:
                 self.alive[storage._cdata] = storage
-                self.peak = max(self.peak, self.now())
-
-    def now(self):  # sizes anew: fully_shard drops and fills gathered weights' storages in place
-        return sum(storage.nbytes() for storage in self.alive.values())
+                # Sizes anew: fully_shard empties and fills storages in place
+                self.peak = max(self.peak, sum(x.nbytes() for x in self.alive.values()))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(hasattr(kind, "full_tensor") for kind in types):  # a DTensor: see what is below it
+        if any(hasattr(kind, "full_tensor") for kind in types):  # a DTensor: count what it calls
             return NotImplemented
         out = func(*args, **(kwargs or {}))
-        if set(types) - {torch.Tensor, nn.Parameter}:  # FakeTensor: DTensor works out a shape
+        if set(types) - {torch.Tensor, nn.Parameter}:  # FakeTensor: DTensor infers a shape
             return out
         inputs = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
         outputs = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
-        self.hold(outputs)
+        self.add(outputs)
         name = func._opname.replace("_", "")
         op = next((op for start, op in self.OPS.items() if name.startswith(start)), None)
-        if op and func.namespace in ("c10d", "_c10d_functional"):
+        if op:
             message = inputs[-1:] if op == "all_to_all" else inputs + outputs
             self.calls[op] += 1
             self.bytes[op] += max(x.nbytes for x in message)
         return out
 
 
-def ledger(args, group, forward, step):
-    """Measured beside expected traffic, a row of the JSON each, and of which ranks it is true."""
+def compare_traffic(args, group, forward, step):
+    """Measured beside expected traffic: a row of the JSON each, with the ranks that have it."""
     rows, holders = defaultdict(lambda: [0, 0, 0, 0]), defaultdict(list)
-    for op in step.calls:  # a step less its forward is the backward
-        calls, size = forward.calls[op], forward.bytes[op]
-        rows["forward", op][:2] = calls, size
-        rows["backward", op][:2] = step.calls[op] - calls, step.bytes[op] - size
+    for op, calls in step.calls.items():  # a step less its forward is the backward
+        rows["forward", op][:2] = forward.calls[op], forward.bytes[op]
+        rows["backward", op][:2] = calls - forward.calls[op], step.bytes[op] - forward.bytes[op]
     for phase, op, calls, size in expected_traffic(args.config, group, args):
         rows[phase, op][2] += calls
         rows[phase, op][3] += size
     mine = [(*key, *row) for key, row in rows.items() if any(row)]
-    for rank, found in enumerate(gather(mine, group)):
+    for rank, found in enumerate(gather_objects(mine, group)):
         for row in found:
             holders[row].append(rank)
     keys = ("phase", "op", "count", "bytes", "expected_count", "expected_bytes")
@@ -997,77 +790,80 @@ def ledger(args, group, forward, step):
 
 def check_benchmark(args, group):
     """Time, peak memory and traffic of a step; the traffic must be as expected, to the byte."""
-    model, batch = make_parallel(load_model(args), group, args), proof_batch(args, group)
-    device = torch.get_device_module(args.device)
+    model, batch = parallelize(load_model(args), group, args), proof_batch(args, group)
+    device, cuda = torch.get_device_module(args.device), args.device.type == "cuda"
 
-    def step(backward=True, model=model, args=args):
+    def step(backward=True):
         train_step(model, *batch, group, args, backward)
         model.zero_grad()
 
-    if args.device.type == "cuda":
+    if cuda:
         device.reset_peak_memory_stats()
     with Meter() as forward:  # these two steps warm up, too
         step(backward=False)
     with Meter() as both:
         step()
-    peak = device.max_memory_allocated() if args.device.type == "cuda" else both.peak
-    peaks, traffic = gather(peak, group), ledger(args, group, forward, both)
-    runs = {"forward": partial(step, False), "forward + backward": step}
-    if RIVAL and vars(args)[RIVAL]:
-        other = argparse.Namespace(**vars(args) | {RIVAL: False})
-        rival = make_parallel(load_model(other), group, other)
-        runs["manual: forward + backward"] = partial(step, True, rival, other)
-    times = torch.zeros(len(runs), args.bench_iters, dtype=torch.float64)
-    for i in tqdm(range(args.bench_iters), "benchmark", disable=None if SPEAKS else True):
-        for row, run in zip(times, runs.values()):  # in turn
-            gather(None, group)  # the ranks begin together
+    peaks = gather_objects(device.max_memory_allocated() if cuda else both.peak, group)
+    traffic = compare_traffic(args, group, forward, both)
+    seconds = {"forward": [], "forward + backward": []}
+    for _ in tqdm(range(args.bench_iters), "benchmark", disable=None if is_rank0() else True):
+        for name, times in seconds.items():  # in turn
+            gather_objects(None, group)  # the ranks begin together
             begin = time.perf_counter()
-            run()
+            step(backward=name != "forward")
             device.synchronize()
-            row[i] = time.perf_counter() - begin
-    dist.all_reduce(times, dist.ReduceOp.MAX, group=group)  # the slowest rank's
-    seconds = {}
-    for name, row in zip(runs, times.tolist()):
-        seconds[name] = {"median": statistics.median(row), "min": min(row), "max": max(row)}
+            times.append(max(gather_objects(time.perf_counter() - begin, group)))  # the slowest
     if args.profile:
         with torch.profiler.profile() as trace:
             step()
-        if SPEAKS:
-            write_whole(args.profile, lambda draft: trace.export_chrome_trace(str(draft)))
-
-    table([{"seconds": name} | row for name, row in seconds.items()])
-    table([{"rank": r, "peak_memory_MiB": f"{p / 2**20:.1f}"} for r, p in enumerate(peaks)])
+        if is_rank0():
+            atomic_write(args.profile, lambda draft: trace.export_chrome_trace(str(draft)))
+    rows = {}
+    for name, times in seconds.items():
+        rows[name] = {"median": statistics.median(times), "min": min(times), "max": max(times)}
+    label = "seconds (CPU, gloo: no GPU's)" if args.backend == "gloo" else "seconds"
+    print_table([{label: name} | row for name, row in rows.items()])
+    print_table([{"rank": r, "peak_memory_MiB": f"{p / 2**20:.1f}"} for r, p in enumerate(peaks)])
     if traffic:
-        table([{k.replace("bytes", "message_bytes"): v for k, v in r.items()} for r in traffic])
-    if args.backend == "gloo":
-        say("  (times on a CPU, over gloo: they do not predict a GPU's)")
-    pairs = ("count", "expected_count"), ("bytes", "expected_bytes")
-    wrong = [row for row in traffic if any(row[a] != row[b] for a, b in pairs)]
-    figures, more = FIGURES(model, step, args, group) if FIGURES else ({}, [])
-    problems = [f"traffic, {row['phase']} {row['op']}" for row in wrong] + more
-    speed = args.batch * args.length / seconds["forward + backward"]["median"]
-    summary = f"{speed:.0f} tokens a second, all traffic as the formula says"
+        print_table(
+            [{k.replace("bytes", "message_bytes"): v for k, v in r.items()} for r in traffic]
+        )
+    problems = []
+    for row in traffic:
+        if (row["count"], row["bytes"]) != (row["expected_count"], row["expected_bytes"]):
+            problems.append(f"traffic, {row['phase']} {row['op']}")
+    figures, more = OWN_FIGURES(model, step, args, group) if OWN_FIGURES else ({}, [])
+    problems += more
+    speed = args.batch * args.length / rows["forward + backward"]["median"]
+    summary = f"{speed:.0f} tokens per second, all traffic as the formula says"
     if args.backend == "fake":
         summary = "all traffic as the formula says; no peer was waited for"
     if problems:
         summary = f"not as expected: {'; '.join(problems)}"
-    result = {"passed": not problems, "forward_s": seconds.pop("forward")}
-    result |= {"forward_backward_s": seconds.pop("forward + backward"), "rivals_s": seconds}
-    result |= {"tokens_per_s": speed, "peak_memory_bytes": peaks, "traffic": traffic}
-    return summary, result | figures
+    result = {"passed": not problems, "forward_s": rows["forward"]}
+    result |= {"forward_backward_s": rows["forward + backward"], "tokens_per_s": speed}
+    return summary, result | {"peak_memory_bytes": peaks, "traffic": traffic} | figures
 
 
-# --------------------------------------------------------------------------------------------------
-# 7. Command line
-# --------------------------------------------------------------------------------------------------
+# ---- 6. Command line: the same in all four scripts -----------------------------------------------
 
 MODES = {"correctness": check_correctness, "learning": check_learning, "benchmark": check_benchmark}
-PRESETS = {  # hidden, intermediate, layers, heads, KV heads, head_dim, vocabulary, tied, pad
-    "tiny": (64, 192, 8, 8, 4, 8, 256, True, 130, 1 << 20),
-    "smollm2-135m": (576, 1536, 30, 9, 3, 64, 49152, True, 2, 1 << 20),
-    "llama-3.2-1b": (2048, 8192, 16, 32, 8, 64, 128256, True, None, 1 << 20),
-    "llama-3.2-3b": (3072, 8192, 28, 24, 8, 128, 128256, True, None, 1 << 20),
-    "llama-3.1-8b": (4096, 14336, 32, 32, 8, 128, 128256, False, None, 1 << 20),
+
+
+def llama(hidden_size, intermediate_size, layers, heads, kv_heads, vocab_size, **others):
+    """Keywords of LlamaConfig."""
+    sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
+    sizes |= {"num_hidden_layers": layers, "num_attention_heads": heads}
+    sizes |= {"num_key_value_heads": kv_heads, "vocab_size": vocab_size}
+    return {"tie_word_embeddings": True, "max_position_embeddings": 1 << 20} | sizes | others
+
+
+PRESETS = {
+    "tiny": llama(64, 192, 8, 8, 4, 256, pad_token_id=130),
+    "smollm2-135m": llama(576, 1536, 30, 9, 3, 49152, pad_token_id=2),
+    "llama-3.2-1b": llama(2048, 8192, 16, 32, 8, 128256),
+    "llama-3.2-3b": llama(3072, 8192, 28, 24, 8, 128256),
+    "llama-3.1-8b": llama(4096, 14336, 32, 32, 8, 128256, tie_word_embeddings=False),
 }
 
 
@@ -1077,27 +873,20 @@ def find_model(name, attention):
     The keywords are None where there are no weights to load: a preset, or a config.json alone.
     """
     if name in PRESETS:
-        keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        keys += ("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings")
-        sizes = dict(zip((*keys, "pad_token_id", "max_position_embeddings"), PRESETS[name]))
-        spread = 0.8 / math.sqrt(PRESETS[name][0])  # HF's 0.02: tiny's attention would be uniform
-        return transformers.LlamaConfig(**sizes, initializer_range=spread), None
+        spread = 0.8 / math.sqrt(PRESETS[name]["hidden_size"])  # HF's 0.02: uniform attention
+        return transformers.LlamaConfig(**PRESETS[name], initializer_range=spread), None
     path, source = Path(name), {"pretrained_model_name_or_path": name}
     if name.endswith(".gguf"):
         source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    elif not path.is_dir() and (name.count("/") != 1 or name[0] in "./~"):  # nor a hub id
-        raise Unusable(f"no such model directory: {name} (presets: {', '.join(PRESETS)})")
     with readable(name):
         config = transformers.AutoConfig.from_pretrained(**source)
         if config.model_type != "llama":
             raise ValueError(f"model_type {config.model_type}; these scripts take llama")
-        if config.vocab_size < 2 or config.intermediate_size < 1:
-            raise ValueError("nothing to predict, or MLPs of no width")
         with torch.device("meta"), torch.no_grad():  # shapes without memory: can it run?
             auto = transformers.AutoModelForCausalLM
             model = auto.from_config(config, attn_implementation=attention)
             model(inputs_embeds=torch.empty(1, 2, config.hidden_size))
-    weights = [file for end in ("safetensors", "bin") for file in path.glob(f"*.{end}")]
+    weights = [*path.glob("*.safetensors"), *path.glob("*.bin")]
     return config, None if path.is_dir() and not weights else source
 
 
@@ -1105,7 +894,7 @@ class Parser(argparse.ArgumentParser):
     """argparse, with its complaint raised instead of printed with the usage."""
 
     def error(self, message):
-        raise Unusable(message)
+        raise UsageError(message)
 
 
 def parse(argv):
@@ -1115,21 +904,18 @@ def parse(argv):
     add("--mode", choices=[*MODES, "all", *OWN_MODES], default="correctness")
     models = f"{', '.join(PRESETS)} (random weights), a hub id, a directory, a .gguf file"
     add("--model", default="tiny", help=models)
-    add("--length", type=int, default=256, help="tokens a sequence (256)")
+    add("--length", type=int, default=256, help="tokens per sequence (256)")
     add("--batch", type=int, help="sequences (3; pp.py: as many as microbatches)")
     add("--text", metavar="FILE", help="what to learn (Python's own help topics)")
     add("--seed", type=int, default=0, help="of random weights and tokens (0)")
     add = parser.add_argument_group("how it runs").add_argument
-    add("--dtype", choices=["float32", "bfloat16", "float64"], default="float32")
+    exact = "float64, in which the proof is exact; for benchmark float32"
+    add("--dtype", choices=["float64", "float32", "bfloat16"], help=exact)
     add("--attn", choices=["auto", "sdpa", "eager", "flash"], default="auto", help="auto: sdpa")
     add("--loss", choices=["chunked", "full"], default="chunked", help="full: all logits at once")
-    kept = "block: keep layers' inputs only; offload: and that in the host's memory; "
-    kept += "selective: keep what is dear to compute; none: keep all"
-    ways = ["block", "offload", "selective", "none"]
-    add("--recompute", choices=ways, default="block", help=kept)
-    tile = "tokens of a rank in a tile (of an MLP, a norm, SP's projections) if recomputed (16384)"
-    add("--tile", type=int, default=16384, help=tile)
-    fake = "auto: nccl with a GPU a rank; fake: this is rank $RANK of $WORLD_SIZE, peers are silent"
+    kept = "block: keep the input of each layer only, and recompute the rest; none: keep all"
+    add("--recompute", choices=["block", "none"], default="block", help=kept)
+    fake = "auto: nccl with a GPU per rank, else gloo; fake: rank $RANK of $WORLD_SIZE, alone"
     add("--backend", choices=["auto", "gloo", "nccl", "fake"], default="auto", help=fake)
     add("--timeout", type=int, default=600, help="seconds to wait for another rank (600)")
     add = parser.add_argument_group("what comes out").add_argument
@@ -1143,17 +929,18 @@ def parse(argv):
     for name, value in vars(args).items():
         least = {"seed": 0, "length": 2}.get(name, 1)  # one token has no next one to predict
         if type(value) is int and not least <= value < 1 << 31:
-            raise Unusable(f"--{name.replace('_', '-')} {value} is out of range; {least} would do")
+            raise UsageError(
+                f"--{name.replace('_', '-')} {value} is out of range; {least} would do"
+            )
     if args.backend == "fake" and args.mode != "benchmark":
-        raise Unusable("--backend fake computes no real values: --mode benchmark only")
+        raise UsageError("--backend fake computes no real values: --mode benchmark only")
     if args.profile and args.mode not in ("benchmark", "all"):
-        raise Unusable("--profile needs --mode benchmark or all")
+        raise UsageError("--profile needs --mode benchmark or all")
     if args.text and not Path(args.text).read_bytes():
-        raise Unusable(f"--text {args.text} is empty")
+        raise UsageError(f"--text {args.text} is empty")
     for path in filter(None, (args.json, args.profile)):
         if os.path.isdir(path) or not os.access(Path(path).absolute().parent, os.W_OK):
-            raise Unusable(f"cannot write {path}: a directory, or in none that can be written")
-    settle(args)
+            raise UsageError(f"cannot write {path}: a directory, or in none that can be written")
     return args
 
 
@@ -1161,33 +948,31 @@ def start(args):
     """Choose the device, read the model's config, join the other ranks; returns their group."""
     environment = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     rank, world, local, here = (int(os.environ.get(k, v)) for k, v in environment.items())
-    gpus = torch.cuda.device_count()
+    gpus, store = torch.cuda.device_count(), None  # None: torchrun's
     if args.backend == "auto":
         args.backend = "nccl" if gpus >= here else "gloo"
     if args.backend == "nccl" and gpus < here:
-        raise Unusable(f"--backend nccl needs {here} GPUs here, and there are {gpus}; try gloo")
+        raise UsageError(f"--backend nccl needs {here} GPUs here, and there are {gpus}; try gloo")
     cuda = args.backend == "nccl" or (args.backend == "fake" and gpus > 0)
     args.device = torch.device("cuda", local) if cuda else torch.device("cpu")
     torch.get_device_module(args.device).set_device(args.device)
-    args.torch_dtype = getattr(torch, args.dtype)
     args.attention = {"auto": "sdpa", "flash": "flash_attention_2"}.get(args.attn, args.attn)
     args.bench_iters = args.bench_iters or (1 if not cuda and args.length > 8192 else 5)
     args.wait = datetime.timedelta(seconds=args.timeout)
     args.config, args.source = find_model(args.model, args.attention)
-    check_shape(args, world)
-    store = None  # torchrun's
+    finalize_args(args, world)
     if args.backend == "fake":
-        store = fake_pg.FakeStore()
+        store = FakeStore()
     elif "RANK" not in os.environ:
-        say(f"one rank; for more: torchrun --nproc_per_node=2 {' '.join(sys.argv)}")
+        print0(f"one rank; for more: torchrun --nproc_per_node=2 {' '.join(sys.argv)}")
         store = dist.HashStore()
     backend = "cpu:gloo,cuda:nccl" if args.backend == "nccl" else args.backend
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=args.wait)
     return dist.group.WORLD
 
 
-def write_whole(path, write):
-    """Have write(another path) make the file, then name it path: whole or not at all."""
+def atomic_write(path, write):
+    """Have write(another path) make the file, then rename it to path: all of it, or nothing."""
     with tempfile.TemporaryDirectory(dir=Path(path).absolute().parent) as folder:
         draft = Path(folder, "draft")
         write(draft)
@@ -1195,8 +980,8 @@ def write_whole(path, write):
 
 
 def run(args, group):
-    """Run the modes asked for, write --json; returns whether all held."""
-    modes = list(MODES) if args.mode == "all" else [args.mode]
+    """Run the modes asked for, write --json; returns whether all passed."""
+    modes, asked = list(MODES) if args.mode == "all" else [args.mode], args.dtype
     versions = {"python": sys.version.split()[0], "torch": torch.__version__}
     versions |= {"transformers": transformers.__version__}
     results = {"script": Path(sys.argv[0]).name, "strategy": STRATEGY, "versions": versions}
@@ -1204,52 +989,51 @@ def run(args, group):
     results |= {k: v for k, v in vars(args).items() if isinstance(v, str | int | float | None)}
     own = [name for name in OPTIONS if vars(args)[name[2:].replace("-", "_")] is True]
     ranks = f"{group.size()} rank{'s' if group.size() > 1 else ''}"
-    what = f"{' '.join([STRATEGY, *own])}, {ranks} ({args.backend}, {args.device.type}), "
-    what += f"{args.model}, {args.dtype}"
+    what = f"{' '.join([STRATEGY, *own])}, {ranks} ({args.backend}, {args.device.type})"
     for mode in modes:
-        say(f"{mode}: {what}, {args.batch} x {args.length} tokens")
+        args.dtype = asked or ("float32" if mode == "benchmark" else "float64")
+        results.update(dtype=results["dtype"] or args.dtype)  # the first mode's
+        print0(f"{mode}: {what}, {args.model}, {args.dtype}, {args.batch} x {args.length} tokens")
         with float64_islands(args.dtype):
-            summary, results[mode] = MODES[mode](args, group)
-        say(f"{'PASS' if results[mode]['passed'] else 'FAIL'} {mode}: {summary}")
+            summary, result = MODES[mode](args, group)
+        results[mode] = {"dtype": args.dtype} | result
+        print0(f"{'PASS' if result['passed'] else 'FAIL'} {mode}: {summary}")
     failed = [mode for mode in modes if not results[mode]["passed"]]
     if len(modes) > 1:
-        say(f"{'FAIL' if failed else 'PASS'} {STRATEGY}: {', '.join(failed or modes)}")
-    if SPEAKS and args.json:
+        print0(f"{'FAIL' if failed else 'PASS'} {STRATEGY}: {', '.join(failed or modes)}")
+    if is_rank0() and args.json:
         results = json.loads(json.dumps(results), parse_constant=lambda name: None)  # no NaN
-        write_whole(args.json, lambda draft: draft.write_text(json.dumps(results, indent=1) + "\n"))
-    gather(None, group)  # no rank leaves, and ends the others, before rank 0 has written
+        text = json.dumps(results, indent=1) + "\n"
+        atomic_write(args.json, lambda draft: draft.write_text(text))
+    gather_objects(None, group)  # no rank leaves, and ends the others, before rank 0 has written
     return not failed
 
 
 def stop(*_):
-    """Ctrl-C: end here and now; an exception could be lost, or met by that of a peer's leaving."""
-    say("stopped")
+    """Ctrl-C: end at once; an exception could be lost, or met by that of a peer that has left."""
+    print0("stopped")
     os._exit(130)
 
 
 def main(argv=None):
-    """Returns the exit status: 0 all held, 1 a check failed, 2 unusable arguments or model."""
+    """Returns the exit status: 0 all passed, 1 a check failed, 2 unusable arguments or model."""
     transformers.logging.set_verbosity_error()
-    huggingface_hub.logging.set_verbosity_error()  # it would report each of its retries
-    if not SPEAKS:
+    if not is_rank0():
         transformers.logging.disable_progress_bar()
-    # torch 2.13 renames all_gather_into_tensor and reduce_scatter_tensor; 2.11 knows only these
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    faulthandler.register(signal.SIGTERM, sys.__stderr__, chain=True)  # where did it hang?
-    before = signal.signal(signal.SIGINT, stop)
+    faulthandler.register(signal.SIGTERM, sys.__stderr__, chain=True)  # prints where a rank hung
+    signal.signal(signal.SIGINT, stop)
     try:
         args = parse(argv)
         if args.mode in OWN_MODES:
             return 0 if OWN_MODES[args.mode](args) else 1
         return 0 if run(args, start(args)) else 1
-    except (Unusable, OSError) as problem:  # OSError: a full disk, a file that cannot be read
-        if SPEAKS:
-            print(f"error: {problem}", file=sys.stderr)
+    except (UsageError, OSError) as problem:  # OSError: a full disk, a file that cannot be read
+        if is_rank0():
+            print(f"error: {' '.join(str(problem).split())}", file=sys.stderr)
         else:
-            time.sleep(30)  # torchrun ends all ranks as soon as one goes: let rank 0 speak first
+            time.sleep(30)  # torchrun ends all ranks as soon as one exits: let rank 0 print first
         return 2
     finally:
-        signal.signal(signal.SIGINT, before)
         if dist.is_initialized():
             dist.destroy_process_group()
             gc.collect()  # gloo's threads must end before Python does; garbage holds the group

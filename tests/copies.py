@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = re.compile(r"# Copied from ([\w/]+\.py)$")
-TAIL = re.compile(r"^# Copied from ([\w/]+\.py)\n# -+\n# \d\. ", re.M)
+TAIL = re.compile(r"^# Copied from ([\w/]+\.py)\n# -+ \d\. ", re.M)
 
 
 def statements(text):
