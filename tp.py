@@ -223,17 +223,18 @@ def enter_block(group, block, args, kwargs):
 
 
 # Copied from tp.py
-def recompute_layers(model, args):
-    """--recompute block: keep each layer's input only, and run the layer again in the backward, its
-    hooks and collectives included (arXiv 1604.06174). HF's layers have a switch for it."""
-    for layer in model.model.layers:
-        layer.gradient_checkpointing = args.recompute == "block"
-        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+def recompute_layers(model):
+    """Keep each layer's input only, and run the layer again in the backward, with its hooks and
+    collectives (arXiv 1604.06174)."""
+    enable = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.23
+    enable = enable or model.gradient_checkpointing_enable  # its name before
+    enable({"use_reentrant": False})
 
 
 def parallelize(model, group, args):
     """Turn HF's LlamaForCausalLM into this rank's share of it, in place; names stay HF's."""
-    recompute_layers(model, args)
+    if args.recompute == "block":
+        recompute_layers(model)
     if args.dtensor:
         return parallelize_dtensor(model, group)
     config, rank, world = model.config, group.rank(), group.size()
@@ -447,7 +448,7 @@ def finalize_args(args, world):
 
 EXACT = 1e-10  # float64: the relative error that each tensor may have
 ROUNDING = 2.0  # float32, bfloat16: the error of all of a kind, in multiples of one device's,
-LEAST = 4.0  # or of so many machine epsilons, where one device by chance has less
+LEAST = 2.0  # or of so many machine epsilons, where one device by chance has less
 LEARNING_STEPS, LEARNING_TOLERANCE = 20, {"float64": 1e-9, "float32": 1e-2, "bfloat16": 2e-1}
 
 
@@ -716,7 +717,7 @@ def check_learning(args, group):
         places = torch.arange(i * size, (i + 1) * size) % len(tokens)  # a short text begins again
         ids = tokens[places].view(args.batch, args.length)
         loss = train_step(model, ids, ids, group, args).item()
-        lr = lr or 0.05 * loss / (grad_norm(model, group).item() ** 2 or 1.0)
+        lr = lr or 0.07 * loss / (grad_norm(model, group).item() ** 2 or 1.0)
         alone = reference_step(reference, ids, ids).item()
         error = max(gather_objects(abs(loss - alone) / alone, group))  # the worst rank's
         rows.append({"step": i, "one device": alone, "parallel": loss, "relative error": error})
@@ -725,10 +726,11 @@ def check_learning(args, group):
     shown = [row | {k: f"{row[k]:.6f}" for k in ("one device", "parallel")} for row in rows]
     print_table([*shown[:-1:5], shown[-1]])
     apart, fall = max(row["relative error"] for row in rows), 1 - loss / rows[0]["parallel"]
-    limit, need = LEARNING_TOLERANCE[args.dtype], 0.2 if args.model == "tiny" else 0.0
-    summary = f"losses within {apart:.1e} of one device's (at most {limit:.0e})"
-    summary += f", down by {fall:.0%}"
-    passed = apart <= limit and bool(fall > need)
+    limit = LEARNING_TOLERANCE[args.dtype]
+    summary = f"losses within {apart:.1e} of one device's (at most {limit:.0e}), down by {fall:.0%}"
+    passed = apart <= limit
+    if args.model == "tiny" and size >= 768:  # fewer tokens differ too much from step to step
+        passed, summary = passed and fall > 0.2, f"{summary} (over 20%)"
     losses = {"loss_reference": [row["one device"] for row in rows]}
     return summary, {"passed": passed, **losses, "loss": [row["parallel"] for row in rows]}
 
