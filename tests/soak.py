@@ -1,10 +1,10 @@
-"""200 correct runs, none of which may FAIL: seeds, lengths, batches, ranks, dtypes, models by chance.
+"""200 correct runs, none of which may FAIL: any seed, length, batch, dtype, model, number of ranks.
 
     python tests/soak.py            # 200 runs, about 10 minutes
     python tests/soak.py 20 7       # 20 runs, the seventh series
 
-A verdict must not depend on a device's rounding. Prints how near to their limits the runs came; exit
-status 1 if one failed.
+A verdict must not depend on a device's rounding. Prints how near to their limits the runs came;
+exit status 1 if one failed.
 """
 
 import json
@@ -42,7 +42,7 @@ def main(runs=200, series=0):
     with tempfile.TemporaryDirectory() as folder:
         prepare(folder)
         for i in range(runs):
-            script = STRATEGIES[i % 2]
+            script = STRATEGIES[i % len(STRATEGIES)]
             ranks, argv = command(dice, script, folder)
             file = Path(folder, "results.json")
             source = changed(script)
