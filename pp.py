@@ -216,18 +216,10 @@ def faults(schedules, stages, M):
     return found
 
 
-def waiting_times(rows, ranks):
-    """Of each rank, {"rank", "busy", "waiting"} between the first begin of all and the last end."""
-    span = max(end for *_, end in rows) - min(begin for *_, begin, _ in rows)
-    busy = [sum(end - begin for r, _, begin, end in rows if r == rank) for rank in range(ranks)]
-    return [{"rank": r, "busy": own, "waiting": span - own} for r, own in enumerate(busy)]
-
-
 def bubble(rows, ranks):
-    """The part of the time that a rank waits, on average."""
-    times = waiting_times(rows, ranks)
-    waiting = sum(row["waiting"] for row in times)
-    return waiting / (waiting + sum(row["busy"] for row in times))
+    """The part of the time, from the first begin to the last end, that a rank waits on average."""
+    span = max(end for *_, end in rows) - min(begin for *_, begin, _ in rows)
+    return 1 - sum(end - begin for *_, begin, end in rows) / (ranks * span)
 
 
 def most_in_flight(actions):
@@ -268,31 +260,32 @@ class Pipeline:
     """The engine: runs this rank's actions in the schedule's order.
 
     held: what a backward needs, {(stage, microbatch): (input, output)}
-    received, sent: messages {the action that starts from it: (work, tensor)}. A tensor must stay
-    until its work has ended.
+    received, sent: messages {the action that starts from it: (work, tensor)}. The tensor of a
+    message must exist until work.wait() has returned.
     """
 
     def __init__(self, model, group, args):
         self.group, self.rank, self.P = group, group.rank(), group.size()
-        self.count, self.microbatches = self.P * args.virtual_stages, args.microbatches
+        self.stage_count, self.M = self.P * args.virtual_stages, args.microbatches
         self.dtype, self.hidden_size = model.dtype, model.config.hidden_size
         self.orders = all_schedules(args, self.P)
-        self.channels = open_channels(group, self.count, args)
-        self.stages = {s: Stage(model, s, self.count) for s in range(self.rank, self.count, self.P)}
+        self.channels = open_channels(group, self.stage_count, args)
+        own = range(self.rank, self.stage_count, self.P)
+        self.stages = {stage: Stage(model, stage, self.stage_count) for stage in own}
         self.timeline = None  # or a list, to which each action is added: (action, begin, end)
 
-    def run(self, ids, labels, head, backward=True):
+    def run(self, ids, labels, loss_fn, backward=True):
         """Run all actions, or the forwards alone, on ids and labels (b, s).
 
-        head: what follows the last stage, (hidden (b/M, s, h), labels (b/M, s)) -> loss. Returns
-        the losses of the microbatches on the last stage's rank, [] on the others.
+        After the last stage comes loss_fn(hidden (b/M, s, h), labels (b/M, s)). Returns the losses
+        of the microbatches on the last stage's rank, [] on the others.
         """
-        self.ids, self.labels, self.head, self.training = ids, labels, head, backward
+        self.ids, self.labels, self.loss_fn, self.training = ids, labels, loss_fn, backward
         self.held, self.received, self.sent, self.losses, self.peak = {}, {}, {}, [], 0
         actions = [a for a in self.orders[self.rank] if backward or a.kind == "F"]
         for i, action in enumerate(actions):
-            for coming in actions[i : i + 2]:  # the next message can arrive during this action
-                self.post_receive(coming)
+            for upcoming in actions[i : i + 2]:  # the next message can arrive during this action
+                self.post_receive(upcoming)
             message = self.receive(action)
             begin = self.now()
             if action.kind == "F":
@@ -300,23 +293,25 @@ class Pipeline:
             elif action.kind == "B":
                 self.backward(action, message)
             else:
-                self.stages[action.stage].add_weight_gradients()
+                for linear in self.stages[action.stage].deferred:
+                    linear.add_weight_gradient()
             if self.timeline is not None:
                 self.timeline.append((action, begin, self.now()))
             self.peak = max(self.peak, self.in_flight())
         for work, _ in self.sent.values():
             work.wait()
         losses = self.losses
-        self.ids = self.labels = self.head = self.losses = None  # until the next step
+        self.ids = self.labels = self.loss_fn = self.losses = None  # nothing stays for the next run
         self.sent = {}
         return losses
 
     def forward(self, action, x):
+        """F: x (b/M, s, h), where there is one from a stage before, through the stage."""
         _, stage, m = action
         x = self.ids[self.rows(m)] if stage == 0 else x.requires_grad_()
-        out = self.stages[stage](x)  # (b/M, s, h)
-        if stage == self.count - 1:
-            out = self.head(out, self.labels[self.rows(m)])
+        out = self.stages[stage](x)
+        if stage == self.stage_count - 1:
+            out = self.loss_fn(out, self.labels[self.rows(m)])
             self.losses.append(out.detach())
         else:
             self.send(out.detach(), Action("F", stage + 1, m))
@@ -324,23 +319,25 @@ class Pipeline:
             self.held[stage, m] = x, out
 
     def backward(self, action, grad):
+        """B: the output's gradient (None: of a loss, it is 1) back through the stage."""
         _, stage, m = action
         x, out = self.held.pop((stage, m))
         torch.autograd.backward(out, grad)
         if stage > 0:
             self.send(x.grad, Action("B", stage - 1, m))
 
+    def in_flight(self):
+        """How many microbatches' activations are held: until B, with zb until W."""
+        linears = [linear for stage in self.stages.values() for linear in stage.deferred]
+        return len(self.held) + max((len(linear.waiting) for linear in linears), default=0)
+
     def rows(self, m):
         """The sequences of the batch that are microbatch m."""
-        return slice(*split(len(self.ids), m, self.microbatches))
-
-    def in_flight(self):
-        """How many (stage, microbatch) pairs' activations are held, for B or for W."""
-        return len(self.held) + sum(stage.waiting_for_w() for stage in self.stages.values())
+        return slice(*split(len(self.ids), m, self.M))
 
     def sender(self, action):
         """The action of another stage from whose result an action starts; None if there is none."""
-        for need in needs(action, self.count):
+        for need in needs(action, self.stage_count):
             if need.stage != action.stage:
                 return need
         return None
@@ -358,9 +355,10 @@ class Pipeline:
     def post_receive(self, action):
         """Begin to receive what an action starts from. Its shape is known: no handshake."""
         sender = self.sender(action)
-        if sender is None or sender.stage % self.P == self.rank or action in self.received:
+        peer = self.rank if sender is None else sender.stage % self.P
+        if peer == self.rank or action in self.received:
             return
-        peer, rows = sender.stage % self.P, self.rows(action.microbatch)
+        rows = self.rows(action.microbatch)
         shape = rows.stop - rows.start, self.ids.shape[1], self.hidden_size
         x = torch.empty(shape, dtype=self.dtype, device=self.ids.device)
         channel = self.channels[action.kind, peer, self.rank]
@@ -370,15 +368,17 @@ class Pipeline:
     def receive(self, action):
         """What an action starts from: activations (b/M, s, h), or their gradient; None if nothing.
 
-        With it, messages end that the peer received before it sent this one: they can be freed.
+        Before the peer sent this, it ran all its actions up to the sender: our messages to these
+        have arrived, and are freed.
         """
         work, x = self.received.pop(action, (None, None))
         if work is not None:
             work.wait()
             sender = self.sender(action)
             order = self.orders[sender.stage % self.P]
-            for done in self.sent.keys() & order[: order.index(sender) + 1]:
-                self.sent.pop(done)[0].wait()
+            for arrived in self.sent.keys() & order[: order.index(sender) + 1]:
+                work, _ = self.sent.pop(arrived)
+                work.wait()
         return x
 
     def now(self):
@@ -392,41 +392,41 @@ class TorchPipeline:
     """--torch: the same stages in PyTorch's engine, torch.distributed.pipelining."""
 
     def __init__(self, model, group, args):
-        self.group, self.args, self.dtype = group, args, model.dtype
-        self.stage = Stage(model, group.rank(), group.size())
-        self.current = SimpleNamespace(head=None)  # of the run; not self: no reference cycle
-        self.schedules = {}  # {(length, backward): PyTorch's schedule}: its shapes are fixed
+        self.rank, self.P, self.group, self.args = group.rank(), group.size(), group, args
+        self.stage, self.dtype = Stage(model, self.rank, self.P), model.dtype
+        self.current = SimpleNamespace(loss_fn=None)  # of a run; not self: no reference cycle
+        self.schedules = {}  # {(length, backward): PyTorch's schedule}, as its shapes are fixed
         zeros = torch.zeros(args.batch, args.length, dtype=torch.int64, device=args.device)
-        for backward in (True, False):  # a first step opens connections: before any measurement
+        for backward in (True, False):  # the first step opens connections: not to be measured
             self.run(zeros, zeros, lambda hidden, labels: hidden.sum(), backward)
         model.zero_grad()
 
     def make_schedule(self, length, backward):
-        rank, P, args, current = self.group.rank(), self.group.size(), self.args, self.current
+        """PyTorch's schedule for ids (b, length)."""
+        args, current = self.args, self.current
         shape = args.batch // args.microbatches, length
         with torch.device("meta"):  # what crosses a boundary: else the ranks would ask each other
             hidden = torch.empty(*shape, args.config.hidden_size, dtype=self.dtype)
             hidden = hidden.requires_grad_(backward)
-            first = torch.empty(shape, dtype=torch.int64) if rank == 0 else hidden
-        stage = PipelineStage(self.stage, rank, P, args.device, first, hidden, group=self.group)
+            first = torch.empty(shape, dtype=torch.int64) if self.rank == 0 else hidden
+        stage = PipelineStage(
+            self.stage, self.rank, self.P, args.device, first, hidden, group=self.group
+        )
         engine = {"afab": ScheduleGPipe, "1f1b": Schedule1F1B}[args.schedule]
-        how = {"loss_fn": lambda hidden, labels: current.head(hidden, labels)}
+        how = {"loss_fn": lambda hidden, labels: current.loss_fn(hidden, labels)}
         return engine(stage, args.microbatches, **how, scale_grads=False)
 
-    def run(self, ids, labels, head, backward=True):
+    def run(self, ids, labels, loss_fn, backward=True):
         """As Pipeline.run()."""
         key, losses = (ids.shape[1], backward), []
         if key not in self.schedules:
             self.schedules[key] = self.make_schedule(*key)
-        schedule, self.current.head = self.schedules[key], head
-        inputs, last = [ids] if self.group.rank() == 0 else [], {}
-        if self.group.rank() == self.group.size() - 1:
-            last = {"target": labels, "losses": losses}
-        if backward:
-            schedule.step(*inputs, **last)
-        else:
-            schedule.eval(*inputs, **last)
-        self.current.head = None
+        step = self.schedules[key].step if backward else self.schedules[key].eval
+        inputs = [ids] if self.rank == 0 else []
+        targets = {"target": labels, "losses": losses} if self.rank == self.P - 1 else {}
+        self.current.loss_fn = loss_fn
+        step(*inputs, **targets)
+        self.current.loss_fn = None
         return losses
 
 
@@ -521,14 +521,6 @@ class Stage(nn.Module):
     def forward(self, x):
         return self.decoder(**{self.input_name: x}, use_cache=False).last_hidden_state
 
-    def waiting_for_w(self):
-        """How many microbatches are between B and W."""
-        return max((len(linear.waiting) for linear in self.deferred), default=0)
-
-    def add_weight_gradients(self):
-        for linear in self.deferred:
-            linear.add_weight_gradient()
-
 
 def parallelize(model, group, args):
     """Keep this rank's stages of HF's LlamaForCausalLM, in place; nn.Identity() for the others."""
@@ -566,7 +558,7 @@ def parallelize(model, group, args):
 
 # Copied from sp_ulysses.py
 def sum_of_losses(model, hidden, targets):
-    """Sum of the losses of tokens hidden (b, c, h); none where targets (b, c) are IGNORE.
+    """Sum of the losses of tokens hidden (b, c, h): -log softmax(logits)[target]; none if IGNORE.
 
     By hand, since F.cross_entropy sums a large vocabulary too coarsely in float32 on a CPU.
     """
@@ -599,11 +591,8 @@ def train_step(model, ids, labels, group, args, backward=True):
     """Loss of ids (b, s), the same on every rank; after it every .grad is complete."""
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)  # the target of a token is the next one
     count = (targets != IGNORE).sum()
-
-    def head(hidden, targets):
-        return microbatch_loss(model, hidden, targets, count, args)
-
-    losses = model.pipeline.run(ids, targets, head, backward)
+    loss_fn = partial(microbatch_loss, model, count=count, args=args)
+    losses = model.pipeline.run(ids, targets, loss_fn, backward)
     if backward:
         sum_gradients(model)
     loss = torch.zeros((), dtype=torch.promote_types(model.dtype, torch.float32), device=ids.device)
@@ -658,29 +647,38 @@ def expected_traffic(config, group, args):
     return rows
 
 
+def print_timeline(rows, in_flight, bubbles):
+    """Print each rank's times and microbatches in flight, and the bubble {how it was found: it}."""
+    span = max(end for *_, end in rows) - min(begin for *_, begin, _ in rows)
+    table = []
+    for rank, most in enumerate(in_flight):
+        busy = sum(end - begin for r, _, begin, end in rows if r == rank)
+        table.append({"rank": rank, "busy": busy, "waiting": span - busy, "most in flight": most})
+    print_table(table)
+    print_table([{"bubble, part of the time": how, "": part} for how, part in bubbles.items()])
+
+
 def show_schedule(args):
     """--mode schedule: check and time a schedule, without ranks; returns whether all held."""
     set_defaults(args)
     P, M, V = args.stages, args.microbatches, args.virtual_stages
     schedules = all_schedules(args, P)
-    cost = {"F": 1 / V, "B": 2 / V, "W": 0.0}  # a matrix product each of x, dx and dw
+    cost = {"F": 1 / V, "B": 2 / V, "W": 0.0}  # B: a product for x, and one for the weight
     if args.schedule == "zb":
         cost = {"F": 1.0, "B": 1.0, "W": 1.0}
     rows = simulate(schedules, P * V, lambda action: cost[action.kind])
     idle, formula = bubble(rows, P), bubble_formula(args.schedule, P, M, V, *cost.values())
-    in_flight = [most_in_flight(actions) for actions in schedules]
     problems = faults(schedules, P * V, M)
     if abs(idle - formula) > 1e-9:
         problems.append(f"bubble {idle:.4f} where the formula says {formula:.4f}")
     print0(f"schedule: {args.schedule}, {P} ranks, {M} microbatches, {V} stage{'s' * (V > 1)} each")
-    times = waiting_times(rows, P)
-    print_table([row | {"most in flight": n} for row, n in zip(times, in_flight)])
     print0("  unit of time: the forward of a rank's layers on one microbatch")
-    print_table([{"bubble": "simulated", "": idle}, {"bubble": "formula", "": formula}])
+    in_flight = [most_in_flight(actions) for actions in schedules]
+    print_timeline(rows, in_flight, {"simulated": idle, "formula": formula})
     results = {"script": Path(__file__).name, "schedule": args.schedule, "ranks": P}
     results |= {"virtual_stages": V, "microbatches": M, "passed": not problems, "bubble": idle}
     results |= {"bubble_formula": formula, "in_flight": in_flight}
-    results["timeline"] = [[rank, *action, *times] for rank, action, *times in rows]
+    results["timeline"] = [[rank, *action, begin, end] for rank, action, begin, end in rows]
     right = "every microbatch once a stage each way, no deadlock, bubble as the formula says"
     print0(f"FAIL schedule: {problems[0]}" if problems else f"PASS schedule: {right}")
     if args.json:
@@ -689,16 +687,15 @@ def show_schedule(args):
 
 
 def measure_bubble(model, step, args, group):
-    """Benchmark's figures of this script alone: timeline, bubble, microbatches in flight.
+    """Benchmark's figures of this script alone: (timeline, bubble, in flight; what is wrong).
 
     Times are each rank's clock from a common start. The measured bubble contains messages and
-    unequal stages; the formula has neither, the simulation with the measured times has unequal
-    stages.
+    unequal stages; the simulation with the measured times contains unequal stages, the formula
+    neither.
     """
-    pipeline, P, V = model.pipeline, group.size(), args.virtual_stages
+    pipeline, P, V, runs = model.pipeline, group.size(), args.virtual_stages, []
     if args.torch or args.backend == "fake":
         return {}, []
-    runs, seconds = [], defaultdict(list)
     for _ in range(args.bench_iters):
         pipeline.timeline = []
         gather_objects(None, group)
@@ -709,21 +706,18 @@ def measure_bubble(model, step, args, group):
         rows = sum(gather_objects(own, group), [])
         runs.append((bubble(rows, P), rows))
     idle, rows = sorted(runs, key=lambda run: run[0])[len(runs) // 2]  # the median
-    schedules, took = all_schedules(args, P), {}
-    for _, action, begin, end in rows:
-        took[action] = end - begin
-        seconds[action.kind].append(end - begin)
-    mean = [statistics.mean(seconds[kind]) for kind in "FBW" if kind in seconds]
-    simulated = bubble(simulate(schedules, P * V, took.get), P)
+    seconds = {action: end - begin for _, action, begin, end in rows}
+    mean = []
+    for kind in ("F", "B", "W") if args.schedule == "zb" else ("F", "B"):
+        mean.append(statistics.mean(t for action, t in seconds.items() if action.kind == kind))
+    schedules = all_schedules(args, P)
     formula = bubble_formula(args.schedule, P, args.microbatches, V, *mean)
-    in_flight = gather_objects(pipeline.peak, group)
+    simulated = bubble(simulate(schedules, P * V, seconds.get), P)
+    bubbles = {"measured": idle, "formula: stages alike, messages take no time": formula}
+    bubbles["simulated with the measured times of F, B, W"] = simulated
     expected = [most_in_flight(actions) for actions in schedules]
-    counts = [{"in flight": a, "by schedule": b} for a, b in zip(in_flight, expected)]
-    print0("  seconds of the actions; most stages' microbatches in flight")
-    print_table([row | count for row, count in zip(waiting_times(rows, P), counts)])
-    shares = {"measured": idle, "formula: stages alike, messages take no time": formula}
-    shares["simulated with the measured times of F, B, W"] = simulated
-    print_table([{"bubble, part of the time": name, "": share} for name, share in shares.items()])
+    in_flight = gather_objects(pipeline.peak, group)
+    print_timeline(rows, in_flight, bubbles)
     figures = {"bubble": idle, "bubble_formula": formula, "bubble_simulated": simulated}
     figures |= {"in_flight": in_flight, "in_flight_expected": expected}
     figures["timeline"] = [[rank, *action, begin, end] for rank, action, begin, end in rows]
