@@ -234,7 +234,7 @@ def overwritten_gradients(script):
 @bug_of("pp")
 def untied_gradient(script):
     """First and last stage each keep their own summand of the tied embedding's gradient."""
-    script.sum_shared_gradients = lambda model: None
+    script.sum_gradients = lambda model: None
 
 
 @bug_of("pp")
@@ -255,7 +255,7 @@ def wrong_layers(script):
     def parallelize(right, model, group, args):
         first, *others, last = model.model.layers
         model.model.layers = nn.ModuleList([last, *others, first])
-        right(model, group, args)
+        return right(model, group, args)
 
 
 @bug_of("pp")
@@ -263,8 +263,8 @@ def swapped_labels(script):
     """The last stage holds each sequence against the labels of the one before it."""
 
     @instead_of(script.Pipeline)
-    def run(right, self, ids, labels, finish, backward=True):
-        return right(self, ids, labels.roll(1, 0), finish, backward)
+    def run(right, self, ids, labels, loss_fn, backward=True):
+        return right(self, ids, labels.roll(1, 0), loss_fn, backward)
 
 
 # --------------------------------------------------------------------------------------------------
