@@ -229,8 +229,7 @@ def test_one_f_one_b_bounds_what_is_in_flight(ranks, world):
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("afab", marks=pytest.mark.slow)])
 def test_torch_runs_the_same_stages(ranks, schedule):
     options = "--mode all --length 37 --bench-iters 1"
-    results = holds(ranks(2, f"pp.py --torch --model even --schedule {schedule} {options}"))
-    assert "manual: forward + backward" in results["benchmark"]["rivals_s"]
+    holds(ranks(2, f"pp.py --torch --model even --schedule {schedule} {options}"))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -319,10 +318,12 @@ def padded(args, group):
     kept[1, 13:] = 0  # and another on the right
     plain = load_model(args)(input_ids=ids, attention_mask=kept, use_cache=False).logits
     for args.attention in ("eager", "sdpa"):
-        ours = make_parallel(load_model(args), group, args)(
-            input_ids=ids[:, own], attention_mask=kept[:, own], use_cache=False,
+        model = parallelize(load_model(args), group, args)
+        hidden = model.model(
+            input_ids=ids[:, own], attention_mask=kept, use_cache=False,
             position_ids=torch.arange(16)[None, own],
-        ).logits
+        ).last_hidden_state
+        ours = model.lm_head(hidden)
         apart = (ours - plain[:, own])[kept[:, own] == 1].abs()
         print(f"{args.attention} {group.rank()} {len(apart)} tokens\\n", end="")
         assert apart.max() < 1e-12
@@ -332,8 +333,8 @@ if __name__ == "__main__":"""
 
 
 def test_ulysses_keeps_a_padding_mask(ranks):
-    """A mask of a rank's own tokens, as HF's model takes it, holds for the tokens of all."""
-    command = "sp_ulysses.py --length 16 --batch 2 --dtype float64 --recompute none"
+    """A padding mask of all tokens, as HF's model takes it on one device, holds on every rank."""
+    command = "sp_ulysses.py --length 16 --batch 2 --recompute none"
     run = ranks(2, command, {'if __name__ == "__main__":': PADDED})
     holds(run)
     compared = re.findall(r"(\w+ \d \d+) tokens", run.output)
