@@ -132,7 +132,7 @@ class SeqAllToAll(torch.autograd.Function):
 def tokens_to_heads(x, counts, group):
     """All heads of own tokens (b, heads, s/P, d) -> own heads of all tokens (b, heads/P, s, d).
 
-    counts: how many heads each rank attends with; s and every rank's s/P are multiples of P.
+    counts: how many heads each rank attends with; they may differ, where P does not divide heads.
     """
     own = [counts[group.rank()]] * group.size()
     rows = SeqAllToAll.apply(x.transpose(0, 1), counts, own, group)  # a row: (b, s/P, d), a head
@@ -251,7 +251,7 @@ class UlyssesLlama(nn.Module):
 
 
 def parallelize(model, group, args):
-    """HF's LlamaForCausalLM, changed in place: it attends across ranks, its weights replicated."""
+    """Have HF's LlamaForCausalLM attend across the ranks, in place; returns a UlyssesLlama of it."""
     recompute_layers(model, args)
     world, eager = group.size(), modeling_llama.eager_attention_forward
     queries, keys = (counts[group.rank()] for counts in head_counts(model.config, world))
