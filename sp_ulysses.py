@@ -251,7 +251,7 @@ class UlyssesLlama(nn.Module):
 
 
 def parallelize(model, group, args):
-    """Have HF's LlamaForCausalLM attend across the ranks, in place; returns a UlyssesLlama of it."""
+    """Have HF's LlamaForCausalLM attend across the ranks, in place; returns its UlyssesLlama."""
     recompute_layers(model, args)
     world, eager = group.size(), modeling_llama.eager_attention_forward
     queries, keys = (counts[group.rank()] for counts in head_counts(model.config, world))
