@@ -298,6 +298,7 @@ def own_tokens(x, group, padding):
     return x.chunk(group.size(), 1)[group.rank()]
 
 
+# Copied from sp_ulysses.py
 def sum_of_losses(model, hidden, targets):
     """Sum of the losses of tokens hidden (b, c, h): -log softmax(logits)[target]; none if IGNORE.
 
