@@ -133,7 +133,7 @@ class SeqAllToAll(torch.autograd.Function):
 def tokens_to_heads(x, counts, group):
     """All heads of own tokens (b, heads, s/P, d) -> own heads of all tokens (b, heads/P, s, d).
 
-    counts: how many heads each rank attends with; s and every rank's s/P are multiples of P.
+    counts: how many heads each rank attends with; they may differ, where P does not divide heads.
     """
     own = [counts[group.rank()]] * group.size()
     rows = SeqAllToAll.apply(x.transpose(0, 1), counts, own, group)  # a row: (b, s/P, d), a head
@@ -249,7 +249,7 @@ class UlyssesLlama(nn.Module):
 
 
 def parallelize(model, group, args):
-    """HF's LlamaForCausalLM, changed in place: it attends across ranks, its weights replicated."""
+    """Have HF's LlamaForCausalLM attend across the ranks, in place; returns its UlyssesLlama."""
     if args.recompute == "block":
         recompute_layers(model)
     world, eager = group.size(), modeling_llama.eager_attention_forward
@@ -297,6 +297,7 @@ def own_tokens(x, group, padding):
     return x.chunk(group.size(), 1)[group.rank()]
 
 
+# Copied from sp_ulysses.py
 def sum_of_losses(model, hidden, targets):
     """Sum of the losses of tokens hidden (b, c, h): -log softmax(logits)[target]; none if IGNORE.
 

@@ -148,22 +148,21 @@ def unsummed_norm_gradient(script):
 @bug_of("sp_ulysses")
 def missing_gradient_sum(script):
     """Each rank keeps the gradients that its own tokens give: the replicas drift apart."""
-    script.sum_shared_gradients = lambda model: None
+    script.sum_gradients = lambda model: None
 
 
 @bug_of("sp_megatron", "sp_ulysses")
 def local_position_ids(script):
     """Each rank counts the positions of its own tokens from 0: their rotary embedding is wrong."""
 
+    def from_zero(module, args, kwargs):  # args: hidden states (b, s/P, h)
+        return args, {"position_ids": kwargs["position_ids"] % args[0].shape[1]}
+
     @instead_of(script)
     def parallelize(right, model, group, args):
-        right(model, group, args)
-        size = script.padded(args.length, group.size()) // group.size()  # tokens a rank
-
-        def forward(inner, x, position_ids):
-            return inner(x, position_ids % size)
-
-        script.wrap(model.model.rotary_emb, forward)
+        model = right(model, group, args)
+        model.model.rotary_emb.register_forward_pre_hook(from_zero, with_kwargs=True)
+        return model
 
 
 @bug_of("sp_megatron", "sp_ulysses")
@@ -183,8 +182,9 @@ def no_op_ulysses(script):
 
     @instead_of(script)
     def parallelize(right, model, group, args):
-        right(model, group, args)
-        model.set_attn_implementation(args.attention)
+        model = right(model, group, args)
+        model.model.set_attn_implementation(args.attention)
+        return model
 
 
 @bug_of("sp_ulysses")
@@ -323,6 +323,8 @@ def pointless(name, script, args, world):
     M = options.get("microbatches")
     if world == 1:
         return "needs 2 ranks: start it with torchrun --nproc_per_node=2"
+    if options.get("shard_weights") and name == "missing_gradient_sum":
+        return "is none with --shard-weights: PyTorch's fully_shard sums the gradients"
     if options.get("dtensor") and name not in ("loss_by_local_count", "no_op_parallelize"):
         return "is a bug of our own code, which --dtensor does not run"
     engine = "overwritten_gradients", "dropped_boundary_gradient", "swapped_labels"

@@ -403,7 +403,7 @@ def same_mask(script, argv, put):
     one_device, parallel = masks
     length = ids.shape[1]
     parallel = parallel[:1, ..., :length, :length]  # without padding
-    assert script.torch.equal(parallel, one_device[:1]), "another mask"
+    assert script.torch.equal(parallel, one_device[:1]), f"another mask {parallel.shape} {one_device.shape} {(parallel!=one_device[:1]).nonzero()[:5]} {parallel[0,0,0,:4]}"
 
 
 @pytest.mark.parametrize("script", ["sp_megatron.py", "sp_ulysses.py"])
