@@ -590,13 +590,6 @@ def two_steps(model, args, group, sharded, lr=None):
         logits = local_logits(model, ids, group, args) if sharded else model(ids).logits
     if logits is not None:  # of a pipeline only the last stage has them
         keep("logits", "logits", logits, logits)
-    # Logits of hundreds, whose exp() would be infinite
-    hook = model.model.norm.register_forward_hook(lambda module, x, out: 512 * out)
-    keep("loss", "loss of 512 x logits", step(*batches[0]))
-    hook.remove()
-    for _, p in model.model.norm.named_parameters():
-        keep("large", "norm of 512 x logits", p.grad, p)
-    model.zero_grad()
     hook = model.model.embed_tokens.register_forward_hook(keep_embedded)
     loss = step(*batches[0])
     hook.remove()
@@ -618,6 +611,12 @@ def two_steps(model, args, group, sharded, lr=None):
     sgd(model, lr)
     for name, p in parameters:
         keep("weight", name, p, p)
+    # Logits of hundreds, whose exp() would be infinite
+    hook = model.model.norm.register_forward_hook(lambda module, x, out: 512 * out)
+    keep("loss", "loss of 512 x logits", step(*batches[0]))
+    hook.remove()
+    for _, p in model.model.norm.named_parameters():
+        keep("large", "norm of 512 x logits", p.grad, p)
     return found, lr
 
 
