@@ -266,6 +266,61 @@ def test_a_schedule_that_is_unsound_is_told():
     assert pp.faults(lists, 4, 8)[0].startswith(waits)
 
 
+WATCHED = """
+class Send:  # in the place of dist.isend: a copy is sent, and x is watched until wait()
+    def __init__(self, x, peer, channel):
+        self.storage, self.copy = weakref.ref(x.untyped_storage()), x.clone()
+        self.x = weakref.ref(x)
+        self.work = isend(self.copy, peer, channel)
+        pending.append(self)
+
+    def wait(self):
+        assert self.storage() is not None, "freed before it was sent"
+        assert self.x() is None or self.x().equal(self.copy), "overwritten before it was sent"
+        self.work.wait()
+        pending.remove(self)
+
+
+def run_all(*args, **options):
+    results = right(*args, **options)
+    assert not pending, "not waited for"
+    return results
+
+
+pending, isend, right = [], dist.isend, Pipeline.run
+dist.isend, Pipeline.run = Send, run_all
+if __name__ == "__main__":"""
+DROPPED = [  # a message, and the complaint
+    ({}, None),
+    ({"self.sent[action] = work, x": "self.sent[action] = work, None"}, "freed before it was sent"),
+    ({"self.sent[action] = work, x": "pass"}, "not waited for"),
+    ({"for work, _ in self.sent.values():": "for work, _ in ():"}, "not waited for"),
+]
+
+
+@pytest.mark.parametrize("put,complaint", DROPPED)
+def test_a_message_exists_until_it_is_sent(ranks, put, complaint):
+    watched = put | {'if __name__ == "__main__":': WATCHED}
+    run = ranks(2, "pp.py --length 8 --model deep_untied --schedule interleaved", watched)
+    if complaint is None:
+        holds(run)
+    else:
+        assert set(run.codes) != {0} and complaint in run.output, run.output
+
+
+@pytest.mark.parametrize("where", ["True", "len(parameter) == 1"])
+def test_weight_gradients_of_zero_bubble_are_added(ranks, tmp_path, where):
+    """Also where a weight has one row: W that overwrites what other microbatches left is caught."""
+    config = SMALL | {"intermediate_size": 1, "num_key_value_heads": 1, "mlp_bias": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = f"pp.py --model {tmp_path} --length 8 --schedule zb --microbatches 3"
+    holds(ranks(2, command))
+    added = "    if parameter.grad is None:\n        parameter.grad = grad\n"
+    wrong = added.replace("is None", f"is None or {where}")
+    run = ranks(2, command, {added: wrong})
+    assert run.codes == [1, 1] and "FAIL correctness" in run.output, run.output
+
+
 # --------------------------------------------------------------------------------------------------
 # What else a user may meet
 # --------------------------------------------------------------------------------------------------
