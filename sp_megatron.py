@@ -890,12 +890,14 @@ def find_model(name, attention):
     path, source = Path(name), {"pretrained_model_name_or_path": name}
     if name.endswith(".gguf"):
         source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    elif not path.is_dir() and "/" not in name:
+    elif not path.is_dir() and ("/" not in name or name[0] in "./~"):  # not a hub id either
         raise UsageError(f"no model {name}; these need no download: {', '.join(PRESETS)}")
     with readable(name):
         config = transformers.AutoConfig.from_pretrained(**source)
         if config.model_type != "llama":
             raise ValueError(f"model_type {config.model_type}; these scripts take llama")
+        if config.vocab_size < 2:
+            raise ValueError("one word in its vocabulary: nothing to predict")
         with torch.device("meta"), torch.no_grad():  # shapes without memory: can it run?
             auto = transformers.AutoModelForCausalLM
             model = auto.from_config(config, attn_implementation=attention)
