@@ -174,9 +174,10 @@ def plain(argv):
     """Time Hugging Face's own model as the scripts time themselves, from the same weights."""
     args = tp.parse(argv)
     group = tp.start(args)
+    args.dtype = args.dtype or "float32"
     model, (ids, labels) = tp.load_model(args), tp.proof_batch(args, group)
-    if args.recompute != "none":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if args.recompute == "block":
+        tp.recompute_layers(model)
 
     def step(backward):
         loss = model(input_ids=ids, labels=labels, use_cache=False).loss
@@ -203,7 +204,7 @@ def plain(argv):
         weights -= model.model.embed_tokens.weight.numel()
     scores = config.num_hidden_layers * config.num_attention_heads * config.head_dim * args.length
     result["model_flop"] = 6 * tokens * (weights + scores)
-    tp.write_whole(args.json, lambda draft: draft.write_text(json.dumps({"benchmark": result})))
+    tp.atomic_write(args.json, lambda draft: draft.write_text(json.dumps({"benchmark": result})))
     tp.dist.destroy_process_group()
 
 
@@ -461,7 +462,7 @@ def make(name, trial):
         print(f"{name}  {outcome['seconds']:6.1f} s  {step}{said}", flush=True)
         if not trial:
             text = json.dumps(part, indent=1) + "\n"
-            tp.write_whole(HERE / f"{stem}.json", lambda draft, t=text: draft.write_text(t))
+            tp.atomic_write(HERE / f"{stem}.json", lambda draft, t=text: draft.write_text(t))
 
 
 def main(argv):

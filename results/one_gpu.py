@@ -8,6 +8,7 @@ The ranks, their arithmetic on the GPU and what they send are real; times mean n
 import os
 import runpy
 import sys
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -50,7 +51,8 @@ def main():
     join = dist.init_process_group
     dist.init_process_group = lambda backend, **options: join("gloo", **options)
     names = ["all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor"]
-    for name in [*names, "all_to_all_single", "isend", "irecv"]:
+    names += ["all_gather_single", "reduce_scatter_single"]  # since torch 2.13
+    for name in filter(partial(hasattr, dist), [*names, "all_to_all_single", "isend", "irecv"]):
         setattr(dist, name, through_the_host(getattr(dist, name)))
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # each has the one GPU for its own
     sys.argv = sys.argv[1:]

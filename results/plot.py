@@ -28,6 +28,7 @@ SKY, RED, GREY = "#56B4E9", "#D55E00", "#777777"
 RANKS = [BLUE, ORANGE, GREEN, PINK, SKY, RED, "#F0E442", "#999999"]
 KINDS = {"shard": ("v", GREY), "logits": ("^", PINK), "loss": ("D", ORANGE), "grad": ("o", BLUE)}
 KINDS |= {"grad_norm": ("P", "black"), "weight": ("s", GREEN)}  # of tensors: marker, colour
+KINDS |= {"large": ("*", RED)}  # a gradient where logits are 512 times as large
 ACTIONS = {"F": ("forward", SKY, ""), "B": ("backward", ORANGE, "//")}  # meaning, colour, hatch
 ACTIONS |= {"W": ("gradients of weights", GREEN, "")}
 VERDICT = {True: "PASS", False: "FAIL"}
@@ -62,10 +63,11 @@ def draw_errors(axis, result, world):
     for kind in dict.fromkeys(t["kind"] for t in tensors):
         axis.plot([], [], KINDS[kind][0], color=KINDS[kind][1], label=kind.replace("_", " "))
     begins, ends = zip(*((i - 0.6, i + 0.6) for i in range(len(tensors))))
-    axis.hlines([t["limit"] or zero for t in tensors], begins, ends, "black", label="at most")
+    limits = [math.nan if t["limit"] is None else t["limit"] or zero for t in tensors]
+    axis.hlines(limits, begins, ends, "black", label="at most")  # none: judged with all of its kind
     if failed:
-        shares = sum(abs(t["owned"] - 1) > 1e-9 for t in tensors)  # not once each
-        label = f"failed ({len(failed)}" + f"; owned ≠ 1: {shares}" * bool(shares) + ")"
+        uncovered = sum(abs(t["coverage"] - 1) > 1e-9 for t in tensors)
+        label = f"failed ({len(failed)}" + f"; coverage ≠ 1: {uncovered}" * bool(uncovered) + ")"
         axis.plot(*zip(*failed), "o", ms=10, mfc="none", mec=RED, label=label)
     axis.set(yscale="log", xlabel="tensors, in the order of computation")
     axis.set_ylabel("error relative to one device")

@@ -11,9 +11,10 @@ sys.path.insert(0, str(ROOT / "results"))
 import plot  # noqa: E402
 
 KINDS = {"shard": 0.0, "logits": 1e-7, "loss": 0.0, "grad": None, "grad_norm": 2e-3, "weight": 1e-8}
-TENSORS = [{"kind": kind, "owned": 1, "relative_error": error} for kind, error in KINDS.items()]
+TENSORS = [{"kind": kind, "coverage": 1, "relative_error": error} for kind, error in KINDS.items()]
 for t in TENSORS:
     t |= {"limit": 1e-5 * (t["kind"] != "shard"), "passed": "grad" not in t["kind"]}
+TENSORS[-1]["limit"] = None  # judged with all of its kind
 TRAFFIC = {"phase": "forward", "op": "all_reduce", "bytes": 3072, "expected_bytes": 4096}
 TIMELINE = [[0, "F", 0, 7, 0.0, 1.0], [1, "F", 1, 7, 1.0, 2.0], [1, "B", 3, 7, 2.0, 4.0]]
 PIPELINE = {"timeline": TIMELINE, "in_flight": [1, 2], "bubble": 0.25, "bubble_formula": None}
