@@ -967,8 +967,9 @@ def start(args):
     args.device = torch.device("cuda", local) if cuda else torch.device("cpu")
     torch.get_device_module(args.device).set_device(args.device)
     args.attention = {"auto": "sdpa", "flash": "flash_attention_2"}.get(args.attn, args.attn)
-    if args.attn == "flash" and not transformers.utils.is_flash_attn_2_available():
-        raise UsageError("--attn flash needs a GPU and the package flash-attn; try sdpa")
+    flash = args.dtype == "bfloat16" and transformers.utils.is_flash_attn_2_available()
+    if args.attn == "flash" and not flash:
+        raise UsageError("--attn flash needs --dtype bfloat16, a GPU, and the package flash-attn")
     args.bench_iters = args.bench_iters or (1 if not cuda and args.length > 8192 else 5)
     args.wait = datetime.timedelta(seconds=args.timeout)
     args.config, args.source = find_model(args.model, args.attention)
