@@ -118,8 +118,7 @@ BOUNDARY = {
 }
 
 
-# 3. What a rank computes by itself, with gradients by hand
-# --------------------------------------------------------------------------------------------------
+# ---- 3. What a rank computes by itself, with gradients by hand -----------------------------------
 
 
 def rms_norm(x, weight):
@@ -203,8 +202,7 @@ def attend_backward(dout, out, lse, q, k, v, *first):
     return dq, dk, np.einsum("bqak,bqad->bkad", p, dout)
 
 
-# 4. One device: the block with no ranks in it
-# --------------------------------------------------------------------------------------------------
+# ---- 4. One device: the block with no ranks in it ------------------------------------------------
 
 
 def make_problem(args):
@@ -248,8 +246,7 @@ def finite_differences(problem, gradients):
     return errors
 
 
-# 5. The block on P ranks, in any layout
-# --------------------------------------------------------------------------------------------------
+# ---- 5. The block on P ranks, in any layout ------------------------------------------------------
 
 CUT = {"qkv": 1, "o": 0, "up": 1, "up bias": 0, "down": 0}  # column and row parallel: the axis
 SHARDED = {"tp": CUT, "sp": CUT, "ulysses": {}, "cp": {}}  # all other weights are replicated
@@ -429,8 +426,7 @@ def simulate(layout, problem, P):
     return v, g, sum_gradients(dW, layout, net), kept, W, net
 
 
-# 6. Checks: every number, every byte kept, every byte sent
-# --------------------------------------------------------------------------------------------------
+# ---- 6. Checks: every number, every byte kept, every byte sent -----------------------------------
 
 
 def expected_kept(layout, args):
@@ -550,8 +546,7 @@ def check(layout, problem, reference, args):
     }
 
 
-# 7. Sabotage, for --break: what people get wrong. The checks have to catch every one.
-# --------------------------------------------------------------------------------------------------
+# ---- 7. Sabotage, for --break: what people get wrong. The checks have to catch every one ---------
 
 BREAKS = {  # the layouts that it breaks: what it does
     "forgot_reduction": "tp, sp: a block is left without the sum, each rank goes on with its part",
@@ -606,8 +601,7 @@ def plant(bug, W, P):
         module["merge"] = lambda out, lse, out2, lse2: (out + out2, np.logaddexp(lse, lse2))
 
 
-# 8. Report
-# --------------------------------------------------------------------------------------------------
+# ---- 8. Report -----------------------------------------------------------------------------------
 
 
 def say_table(rows):
@@ -717,13 +711,12 @@ partial sum: all of it, but only the sum over the ranks is right.""")
     print(f"\n{verdict}")
 
 
-# 9. Command line
-# --------------------------------------------------------------------------------------------------
+# ---- 9. Command line -----------------------------------------------------------------------------
 
 
 # Copied from tp.py
-class Unusable(Exception):
-    """An argument or a model that cannot work; its message says what would."""
+class UsageError(Exception):
+    """Arguments or a model that cannot work; the message says what would."""
 
 
 # Copied from tp.py
@@ -731,12 +724,12 @@ class Parser(argparse.ArgumentParser):
     """argparse, with its complaint raised instead of printed with the usage."""
 
     def error(self, message):
-        raise Unusable(message)
+        raise UsageError(message)
 
 
 # Copied from tp.py
-def write_whole(path, write):
-    """Have write(another path) make the file, then name it path: whole or not at all."""
+def atomic_write(path, write):
+    """Have write(another path) make the file, then rename it to path: all of it, or nothing."""
     with tempfile.TemporaryDirectory(dir=Path(path).absolute().parent) as folder:
         draft = Path(folder, "draft")
         write(draft)
@@ -744,7 +737,7 @@ def write_whole(path, write):
 
 
 def parse(argv):
-    """The arguments; Unusable where nothing of that shape can be computed that way."""
+    """The arguments; UsageError where nothing of that shape can be computed that way."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add, either = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
     either("--layout", choices=LAYOUTS, default="sp", help="which to walk through (sp)")
@@ -761,7 +754,7 @@ def parse(argv):
     args.layout = layout = TP_MODES.get(args.tp_mode, args.layout)
     P, b, s, h, f, heads = args.tp, args.batch, args.seq, args.hidden, args.ffn, args.heads
     if min(P, b, s, h, f, heads) < 1:
-        raise Unusable("--tp, --batch, --seq, --hidden, --heads and --ffn must be at least 1")
+        raise UsageError("--tp, --batch, --seq, --hidden, --heads and --ffn must be at least 1")
     largest = max(b * s * max(heads * s, f, 3 * h), h * max(f, 3 * h))
     broken = BREAKS.get(args.bug, layout).split(":")[0]
     would = f"--tp {heads} would do, or more --heads, or --layout cp"
@@ -777,7 +770,7 @@ def parse(argv):
         (args.bug in BREAKS and P == 1, "--break needs at least --tp 2: 1 rank sends nothing"),
     ]:
         if unusable:
-            raise Unusable(message)
+            raise UsageError(message)
     return args
 
 
@@ -821,8 +814,8 @@ def main(argv=None):
         if args.json:
             results = json.loads(json.dumps(results), parse_constant=lambda name: None)  # no NaN
             text = json.dumps(results, indent=1) + "\n"
-            write_whole(args.json, lambda draft: draft.write_text(text))
-    except (Unusable, OSError) as problem:
+            atomic_write(args.json, lambda draft: draft.write_text(text))
+    except (UsageError, OSError) as problem:
         if isinstance(problem, OSError):  # a full disk, say
             problem = f"cannot write {args.json or 'the report'}: {problem.strerror}"
         print(f"error: {problem}", file=sys.stderr)

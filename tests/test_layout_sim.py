@@ -211,6 +211,29 @@ def test_what_is_wrong_on_one_rank_too_is_caught(sim, monkeypatch, name):
     assert any(wrong.endswith(f", against {proof}") for wrong in results(sim)["wrong"])
 
 
+def test_the_worst_rank_counts_and_the_last_digits_do(sim, monkeypatch):
+    full = np.ones((1, 4, 2))
+    assert sim.error([full[:, :2], 2 * full[:, 2:]], full, "tokens") > 0.5
+    enter, enter_backward, _, leave_backward = sim.BOUNDARY["sp"]
+
+    def nearly(xs, net):
+        return [(1 + 1e-11) * x for x in sim.reduce_scatter(xs, net)]
+
+    monkeypatch.setitem(sim.BOUNDARY, "sp", (enter, enter_backward, nearly, leave_backward))
+    assert "sp: leave attention, forward" in results(sim)["wrong"]
+
+
+def test_attention_is_pytorchs(sim):
+    """One device and P ranks share scores(): a scale that both forget no comparison shows."""
+    from torch import from_numpy
+    from torch.nn.functional import scaled_dot_product_attention
+
+    q, k, v = np.random.default_rng(0).normal(size=(3, 2, 5, 3, 4))  # (b, s, heads, d)
+    heads_first = (from_numpy(x.swapaxes(1, 2).copy()) for x in (q, k, v))
+    expected = scaled_dot_product_attention(*heads_first, is_causal=True).numpy().swapaxes(1, 2)
+    np.testing.assert_allclose(sim.attend(q, k, v)[0], expected, rtol=1e-12)
+
+
 def test_statistics_over_the_wrong_axis_are_caught(sim, monkeypatch):
     """Statistics over the tokens too: tp, with all tokens on each rank, cannot tell; sp can."""
     axis, right = -2, sim.layer_norm

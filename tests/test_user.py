@@ -42,7 +42,10 @@ BAD = [
     ("tp.py --model gpt2", "model_type gpt2; these scripts take llama"),
     ("tp.py --model one_word", "nothing to predict"),
     ("tp.py --model tests", "cannot read the model tests: "),
-    ("sp_ulysses.py --attn flash", "--attn flash needs --dtype bfloat16, a GPU, and the package flash-attn"),
+    (
+        "sp_ulysses.py --attn flash",
+        "--attn flash needs --dtype bfloat16, a GPU, and the package flash-attn",
+    ),
     ("tp.py --json /nowhere/at/all.json", "cannot write /nowhere/at/all.json"),
     ("tp.py --text nowhere.txt", "No such file or directory: 'nowhere.txt'"),
     ("tp.py --profile trace.json", "--profile needs --mode benchmark or all"),
