@@ -501,6 +501,14 @@ def accumulate(parameter, grad):
         parameter.grad += grad
 
 
+def defer_weight_gradients(layer):
+    """Put a DeferredLinear in the place of each linear of a layer of HF's; names stay HF's."""
+    for block in (layer.self_attn, layer.mlp):
+        for name, linear in list(block.named_children()):
+            if isinstance(linear, nn.Linear):
+                setattr(block, name, DeferredLinear(linear))
+
+
 class Stage(nn.Module):
     """A stage of HF's LlamaModel: hidden states (b, s, h) -> (b, s, h); the first takes ids (b, s).
 
@@ -532,10 +540,7 @@ def parallelize(model, group, args):
         if i not in own:
             layers[i] = nn.Identity()
         elif args.schedule == "zb":
-            for block in (layer.self_attn, layer.mlp):
-                for name, linear in list(block.named_children()):
-                    if isinstance(linear, nn.Linear):
-                        setattr(block, name, DeferredLinear(linear))
+            defer_weight_gradients(layer)
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     if not first and not (tied and last):  # the last has it as its head, under the embedding's name
         model.model.embed_tokens = nn.Identity()
@@ -759,6 +764,8 @@ def finalize_args(args, world):
         raise UsageError(f"{problem}; at most {most} rank{'s' if most > 1 else ''} would do")
     for fault in faults(all_schedules(args, world), world * V, M):  # better now than by a hang
         raise UsageError(f"--schedule {args.schedule}: {fault}")
+    if args.torch and args.backend == "fake":
+        raise UsageError("--torch waits for other ranks: --backend gloo or nccl would do")
     if args.torch and (args.schedule not in ("afab", "1f1b") or args.batch % M):
         raise UsageError("--torch runs --schedule afab and 1f1b, with microbatches of one size")
     if args.torch and args.schedule == "1f1b" and world > M:
