@@ -306,7 +306,7 @@ class Pipeline:
         return losses
 
     def forward(self, action, x):
-        """F: run the stage on x (b/M, s, h), the first on ids; send the output, or compute the loss."""
+        """F: x (b/M, s, h), or of the first stage ids, through the stage; the output is sent."""
         _, stage, m = action
         x = self.ids[self.rows(m)] if stage == 0 else x.requires_grad_()
         out = self.stages[stage](x)
