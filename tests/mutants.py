@@ -5,7 +5,7 @@
     python tests/mutants.py --only tp.py:split   # those whose name contains this
     python tests/mutants.py --list               # their names
 
-A mutant is a script with one change in its sections 2 to 5, the lesson, made from its syntax tree
+A mutant is a script with one change in its sections 2 to 4, the lesson, made from its syntax tree
 by changes(). Code that stands in several scripts is changed in its original only. A mutant runs
 --mode correctness as TRIALS say, on 1 to 5 ranks; it is caught by the first rank that does not exit
 with 0, or that waits for ever. Those that no trial can catch, because they compute the same, stand
@@ -29,9 +29,8 @@ from forks import STRATEGIES as SCRIPTS
 WAIT = ["--timeout", "20"]  # a rank that waits longer for another one ends
 NOT_RUN = {  # what correctness without further options never runs; each has tests of its own
     "expected_traffic": "benchmark mode's formula",
-    "mlp_tiles": "the same",
-    "check_shape": "refuses what cannot work",
-    "settle": "the same, and fills in defaults",
+    "finalize_args": "refuses what cannot work, and fills in defaults",
+    "set_defaults": "the same",
     "parallelize_dtensor": "--dtensor",
     "TorchPipeline": "--torch",
     "bubble_formula": "--mode schedule",
@@ -39,7 +38,8 @@ NOT_RUN = {  # what correctness without further options never runs; each has tes
     "most_in_flight": "--mode schedule",
     "simulate": "--mode schedule",
     "show_schedule": "--mode schedule",
-    "own_figures": "benchmark mode",
+    "print_timeline": "--mode schedule",
+    "measure_bubble": "benchmark mode",
 }
 SWAPS = {  # a name and the one that it is mistaken for, where a function knows both
     "copy_to_tp_region": "reduce_from_tp_region",
@@ -50,10 +50,9 @@ SWAPS = {  # a name and the one that it is mistaken for, where a function knows 
     "reduce_scatter": "all_gather",
     "tokens_to_heads": "heads_to_tokens",
     "heads_to_tokens": "tokens_to_heads",
-    "column_parallel": "row_parallel",
     "send": "receive",
 }
-COLLECTIVES = {*SWAPS, "all_reduce", "all_to_all"} - {"column_parallel", "send"}
+COLLECTIVES = {*SWAPS, "all_reduce", "all_to_all"} - {"send"}
 SOURCES = {  # the same kind of number, from elsewhere
     "labels": "targets", "targets": "labels", "args.length": "hidden.shape[1]",
     "hidden.shape[1]": "args.length", "args.batch": "len(hidden)", "len(hidden)": "args.batch",
@@ -61,7 +60,7 @@ SOURCES = {  # the same kind of number, from elsewhere
 }  # fmt: skip
 DROPS = {"float", "clone", "contiguous", "detach", "clamp", "masked_fill", "requires_grad_"}
 TENSORS = {*COLLECTIVES, "linear", "embedding", "apply", "sum", "exp_", "log", "cat", "stack"}
-TENSORS |= {"checkpoint", "inner", "token_loss", "float", "mul_", "div_", "flatten", "permute"}
+TENSORS |= {"checkpoint", "stock", "sum_of_losses", "to", "mul_", "div_", "flatten", "permute"}
 ROUND = "(lambda x: x.bfloat16().to(x.dtype) if x.is_floating_point() else x)"
 SIGNS = {  # of an operation, and of the one that it is changed to
     ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "//"), ast.Div: ("/", "*"),
@@ -74,20 +73,20 @@ SIGNS = {  # of an operation, and of the one that it is changed to
 CHUNK = ("LOSS_CHUNK = 2048", "LOSS_CHUNK = 8")  # so that short sequences take several chunks
 LONG = "--length 13 --batch 3"
 PLAIN = [  # (ranks, model and options)
-    (2, f"shared_kv {LONG} --attn eager --tile 16"),  # chunks of the loss, tiles of 5 tokens
+    (2, f"shared_kv {LONG} --attn eager"),  # chunks of the loss
     (3, f"own_kv {LONG} --loss full"),
     (2, f"own_kv {LONG} --attn eager --recompute none"),  # two KV heads on a rank, and one
-    (4, f"two_kv {LONG} --recompute offload"),  # a KV head on two ranks
+    (4, f"two_kv {LONG}"),  # a KV head on two ranks
     (5, f"shared_kv {LONG}"),  # its query heads unevenly on five
-    (2, f"bias {LONG} --recompute selective"),
+    (2, f"bias {LONG}"),
     (2, f"shared_kv {LONG} --dtype bfloat16"),
     (1, f"shared_kv {LONG}"),
 ]
 CUT = "--length 13 --batch 5 --microbatches 3"
 PIPELINES = [
-    (2, f"deep --schedule zb --tile 16 {CUT}"),
+    (2, f"deep --schedule zb {CUT}"),
     (2, f"deep --schedule 1f1b {CUT}"),
-    (3, f"deep --schedule interleaved --recompute offload {CUT}"),
+    (3, f"deep --schedule interleaved {CUT}"),
     (2, f"deep --schedule interleaved {CUT}"),
     (2, f"deep_untied --schedule afab --loss full --recompute none {CUT}"),
     (3, f"deep --schedule 1f1b {CUT}"),
@@ -244,7 +243,7 @@ def mutants(script):
     """All mutants of one script, in the order of its lines."""
     source = Source(script)
     lines = source.lines
-    banners = [i + 1 for i, line in enumerate(lines) if line.startswith(("# 2. ", "# 6. "))]
+    banners = [i + 1 for i, line in enumerate(lines) if line.startswith(("# ---- 2.", "# ---- 5."))]
     found, counts = [], Counter()
     for top in ast.parse(source.data).body:
         above = lines[first_line(top) - 2]

@@ -9,6 +9,7 @@ Exit status: 0 if all passed, 1 if not.
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -69,7 +70,15 @@ def oldest():
     return subprocess.run(["make", "test-oldest"], cwd=ROOT).returncode, {}
 
 
-PARTS = {"mutants": mutants, "slow": slow, "oldest": oldest}
+def oldest_torch():
+    """The quick tests with the oldest torch that pyproject.toml admits, in a second environment."""
+    version = re.search(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())[1]
+    free = {name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"}
+    command = ["make", "test", "VENV=.venv-oldest", f"TORCH=torch=={version}"]
+    return subprocess.run(command, cwd=ROOT, env=free).returncode, {"torch": version}
+
+
+PARTS = {"mutants": mutants, "slow": slow, "oldest": oldest, "oldest_torch": oldest_torch}
 
 
 def main():

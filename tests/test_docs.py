@@ -86,7 +86,7 @@ def test_options_named_exist(path):
     files = [file for folder in folders for file in ROOT.glob(f"{folder}/*.py")]
     sources = "".join(file.read_text() for file in files)
     others = {"--nproc", "--nproc_per_node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint"}
-    others |= {"--no-deps", "--sequence-parallel", "--help", "--check"}
+    others |= {"--no-deps", "--torch-backend", "--sequence-parallel", "--help", "--check"}
     for option in set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", path.read_text())) - others:
         assert f'"{option}"' in sources, option
 
