@@ -307,7 +307,7 @@ class Pipeline:
         return losses
 
     def forward(self, action, x):
-        """F: x (b/M, s, h), where there is one from a stage before, through the stage."""
+        """F: x (b/M, s, h), or of the first stage ids, through the stage; the output is sent."""
         _, stage, m = action
         x = self.ids[self.rows(m)] if stage == 0 else x.requires_grad_()
         out = self.stages[stage](x)
@@ -320,7 +320,7 @@ class Pipeline:
             self.held[stage, m] = x, out
 
     def backward(self, action, grad):
-        """B: the output's gradient (None: of a loss, it is 1) back through the stage."""
+        """B: from the output's gradient (None for a loss) to that of x, which is sent."""
         _, stage, m = action
         x, out = self.held.pop((stage, m))
         torch.autograd.backward(out, grad)
@@ -502,6 +502,14 @@ def accumulate(parameter, grad):
         parameter.grad += grad
 
 
+def defer_weight_gradients(layer):
+    """Put a DeferredLinear in the place of each linear of a layer of HF's; names stay HF's."""
+    for block in (layer.self_attn, layer.mlp):
+        for name, linear in list(block.named_children()):
+            if isinstance(linear, nn.Linear):
+                setattr(block, name, DeferredLinear(linear))
+
+
 class Stage(nn.Module):
     """A stage of HF's LlamaModel: hidden states (b, s, h) -> (b, s, h); the first takes ids (b, s).
 
@@ -534,10 +542,7 @@ def parallelize(model, group, args):
         if i not in own:
             layers[i] = nn.Identity()
         elif args.schedule == "zb":
-            for block in (layer.self_attn, layer.mlp):
-                for name, linear in list(block.named_children()):
-                    if isinstance(linear, nn.Linear):
-                        setattr(block, name, DeferredLinear(linear))
+            defer_weight_gradients(layer)
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     if not first and not (tied and last):  # the last has it as its head, under the embedding's name
         model.model.embed_tokens = nn.Identity()
@@ -665,27 +670,30 @@ def show_schedule(args):
     set_defaults(args)
     P, M, V = args.stages, args.microbatches, args.virtual_stages
     schedules = all_schedules(args, P)
+    for fault in faults(schedules, P * V, M):
+        print0(f"FAIL schedule: {fault}")
+        return False
     cost = {"F": 1 / V, "B": 2 / V, "W": 0.0}  # B: a product for x, and one for the weight
     if args.schedule == "zb":
         cost = {"F": 1.0, "B": 1.0, "W": 1.0}
     rows = simulate(schedules, P * V, lambda action: cost[action.kind])
     idle, formula = bubble(rows, P), bubble_formula(args.schedule, P, M, V, *cost.values())
-    problems = faults(schedules, P * V, M)
-    if abs(idle - formula) > 1e-9:
-        problems.append(f"bubble {idle:.4f} where the formula says {formula:.4f}")
+    passed = abs(idle - formula) < 1e-9
     print0(f"schedule: {args.schedule}, {P} ranks, {M} microbatches, {V} stage{'s' * (V > 1)} each")
     print0("  unit of time: the forward of a rank's layers on one microbatch")
     in_flight = [most_in_flight(actions) for actions in schedules]
     print_timeline(rows, in_flight, {"simulated": idle, "formula": formula})
     results = {"script": Path(__file__).name, "schedule": args.schedule, "ranks": P}
-    results |= {"virtual_stages": V, "microbatches": M, "passed": not problems, "bubble": idle}
+    results |= {"virtual_stages": V, "microbatches": M, "passed": passed, "bubble": idle}
     results |= {"bubble_formula": formula, "in_flight": in_flight}
     results["timeline"] = [[rank, *action, begin, end] for rank, action, begin, end in rows]
-    right = "every microbatch once a stage each way, no deadlock, bubble as the formula says"
-    print0(f"FAIL schedule: {problems[0]}" if problems else f"PASS schedule: {right}")
+    summary = "every microbatch once a stage each way, no deadlock, bubble as the formula says"
+    if not passed:
+        summary = f"bubble {idle:.4f} where the formula says {formula:.4f}"
+    print0(f"{'PASS' if passed else 'FAIL'} schedule: {summary}")
     if args.json:
         atomic_write(args.json, lambda draft: draft.write_text(json.dumps(results) + "\n"))
-    return not problems
+    return passed
 
 
 def measure_bubble(model, step, args, group):
@@ -715,7 +723,8 @@ def measure_bubble(model, step, args, group):
     schedules = all_schedules(args, P)
     formula = bubble_formula(args.schedule, P, args.microbatches, V, *mean)
     simulated = bubble(simulate(schedules, P * V, seconds.get), P)
-    bubbles = {"measured": idle, "formula: stages alike, messages take no time": formula}
+    shown = "none: W takes longer than F or B" if formula is None else formula
+    bubbles = {"measured": idle, "formula: stages alike, messages take no time": shown}
     bubbles["simulated with the measured times of F, B, W"] = simulated
     expected = [most_in_flight(actions) for actions in schedules]
     in_flight = gather_objects(pipeline.peak, group)
@@ -761,6 +770,8 @@ def finalize_args(args, world):
         raise UsageError(f"{problem}; at most {most} rank{'s' if most > 1 else ''} would do")
     for fault in faults(all_schedules(args, world), world * V, M):  # better now than by a hang
         raise UsageError(f"--schedule {args.schedule}: {fault}")
+    if args.torch and args.backend == "fake":
+        raise UsageError("--torch waits for other ranks: --backend gloo or nccl would do")
     if args.torch and (args.schedule not in ("afab", "1f1b") or args.batch % M):
         raise UsageError("--torch runs --schedule afab and 1f1b, with microbatches of one size")
     if args.torch and args.schedule == "1f1b" and world > M:
