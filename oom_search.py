@@ -40,7 +40,7 @@ kernels take for themselves (section 2). What it does not count:
 
 import argparse
 import hashlib
-import importlib
+import importlib.util
 import json
 import math
 import multiprocessing
@@ -62,11 +62,12 @@ import torch
 import torch.distributed._tools.fake_collectives  # collectives of meta tensors: nothing moves
 import torch.nn.functional as F
 import transformers
-from torch.distributed.fsdp import _fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 HERE = Path(__file__).resolve().parent
+LAB = "labs/lab10_long_sequences.py"  # the means against memory beside recomputing whole layers
 GIB = 2**30
 BLOCK = 512  # bytes: the CUDA allocator's smallest block, of which it deals out whole ones
 # GiB of a card that the allocator never has. CUDA's context and cuBLAS: 1.1 GB with NCCL just begun
@@ -91,7 +92,7 @@ STRATEGIES = {  # the script, and the options that make it this strategy
     "plain": ("tp.py",),  # only its command line, model and batch: as_plain()
 }
 ALIASES = {"sp": "sp_megatron", "ulysses": "sp_ulysses"}
-COMMON = ("model", "batch", "dtype", "attn", "loss", "recompute", "tile")  # every script has them
+COMMON = ("model", "batch", "dtype", "attn", "loss")  # every script has them
 OWN = {"pp": ("schedule", "microbatches"), "sp_ulysses": ("shard_weights",)}
 TILE = 16384
 NOTHING = {"ranks": [], "peak_memory_bytes": [], "peak_moment": None, "breakdown": {}}
@@ -99,13 +100,12 @@ as_key = partial(json.dumps, sort_keys=True)  # a case, as a key of what is know
 gpu_count, gpu_name = torch.cuda.device_count, torch.cuda.get_device_name  # all GPUs are the same
 
 
-class Unusable(Exception):
-    """An argument that cannot work; its message says what would. Ends as `error: ...`, exit 2."""
+# Copied from tp.py
+class UsageError(Exception):
+    """Arguments or a model that cannot work; the message says what would."""
 
 
-# --------------------------------------------------------------------------------------------------
-# 1. A probe: one step of one rank, in a process of its own
-# --------------------------------------------------------------------------------------------------
+# ---- 1. A probe: one step of one rank, in a process of its own -----------------------------------
 
 
 class Tracker(TorchDispatchMode):
@@ -236,44 +236,28 @@ def local(tensor):
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def host_memory(pin_memory):
+def host_memory():
     """What save_on_cpu does to tensors without data: off the device, and back as new ones."""
-
     return torch.autograd.graph.saved_tensors_hooks(
         lambda x: (x.shape, x.stride(), x.dtype),
         lambda kept: torch.empty_strided(kept[0], kept[1], dtype=kept[2], device="meta"),
     )
 
 
-def on_meta(script, args, attend):
+def on_meta(args, attend):
     """Have a script compute nothing: its tensors are meta, nobody looks at the values they lack."""
-    script.save_on_cpu = host_memory
     args.device, args.source = torch.device("meta"), None  # weights of the right shape will do
-    torch.meta = torch.cpu  # DTensor's mesh asks torch.<device> how many devices there are
+    torch.library.impl("aten::scaled_dot_product_attention", "AutogradMeta", attend)
     # Positions that start anew would be several texts in one: HF looks at the values, ours never do
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    F.scaled_dot_product_attention = attend
-    # fully_shard asks the mesh for a device, and refuses weights without data
-    _fully_shard._fully_shard._get_device_from_mesh = lambda mesh: args.device
-    _fully_shard._fsdp_param_group.FSDPParamGroup._validate_no_meta_params = lambda self: None
+    # DTensor and fully_shard ask torch.<device> for devices, of which fully_shard refuses meta
+    torch.meta = SimpleNamespace(**vars(torch.cpu) | {"current_device": lambda: 0})
+    FSDPParamGroup._validate_no_meta_params = lambda self: None
 
 
-def as_plain(script, args, group):
-    """Have tp.py run Hugging Face's own model, with its own checkpointing and loss."""
-    if group.size() > 1:
-        raise Unusable("plain runs on one GPU: --nproc 1 would do")
-    if args.recompute not in ("block", "none") or args.tile != TILE:
-        raise Unusable("plain can --recompute block and none, and has no tiles: without --tile")
-
-    def make_parallel(model, group, args):
-        if args.recompute == "block":
-            model.gradient_checkpointing_enable()
-        return model
-
-    def train_step(model, ids, labels, group, args):
-        model(input_ids=ids, labels=labels).loss.backward()
-
-    script.make_parallel, script.train_step = make_parallel, train_step
+def plain_step(model, ids, labels, group, args):
+    """A step of Hugging Face's own model, with its own loss."""
+    model(input_ids=ids, labels=labels).loss.backward()
 
 
 def make_adamw(model, host):
@@ -317,32 +301,55 @@ def sizes_of(args, world):
     return vocabulary, {size // n for size in others for n in (1, world)}
 
 
+def load(path):
+    """A file of this project as a module, under its own name."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, HERE / path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def apply_means(lab, script, model, group, args, case):
+    """Recomputation and tiles as lab 10 builds them, for the model of any script, in place."""
+    tile, own = case["tile"], {}
+    if tile and tile >= args.batch * args.length:  # a tile as long as all tokens is none
+        tile = None
+    if hasattr(script, "gather_from_sp_region") and not case["plain"]:
+        own = {"gather": script.gather_from_sp_region, "group": group}
+    if case["how"] == "predicted":
+        own["hooks"] = host_memory
+    lab.apply_means(model, case["recompute"], tile, **own)
+
+
 def run_step(case):
     """One training step, as the script itself runs it; returns the result.
 
     Its verdict: ran, with the peak, its breakdown, and the peak of loading; oom, and whether it was
     while loading; unusable, and why; and of a process that ends without a verdict: error.
     """
-    sys.path.insert(0, str(HERE))
-    script, kernels, loading = importlib.import_module(Path(case["script"]).stem), set(), None
+    script, lab, kernels, loading = load(case["script"]), load(LAB), set(), None
+    predicted, plain = case["how"] == "predicted", case["plain"]
     try:
         args = script.parse(case["argv"])
         group = script.start(args)
+        if plain and group.size() > 1:
+            raise UsageError("plain runs on one GPU: --nproc 1 would do")
         cuda = args.device.type == "cuda"
-        if case["how"] == "predicted":
-            on_meta(script, args, partial(attention, case["capability"], kernels))
+        if predicted:
+            on_meta(args, partial(attention, case["capability"], kernels))
         elif cuda:
             total = torch.cuda.get_device_properties(args.device).total_memory
             share = min(1.0, case["memory_bytes"] / total)
             torch.cuda.set_per_process_memory_fraction(share, args.device)
-        if case["plain"]:
-            as_plain(script, args, group)
         host = case["optimizer"] == "adamw-host"
         # A prediction's host is meta, too: what it does is not counted
-        there = _disable_current_modes if host and case["how"] == "predicted" else nullcontext
+        there = _disable_current_modes if host and predicted else nullcontext
         tracker = Tracker(args.device.type, *sizes_of(args, group.size()))
         with tracker, script.float64_islands(args.dtype):
-            model = script.make_parallel(script.load_model(args), group, args)
+            model = script.load_model(args)
+            if not plain:
+                model = script.parallelize(model, group, args)
+            apply_means(lab, script, model, group, args, case)
             with there():
                 optimizers = make_adamw(model, host) if case["optimizer"] != "none" else []
             loading = tracker.restart()
@@ -350,20 +357,21 @@ def run_step(case):
                 loading = torch.cuda.max_memory_allocated()
                 torch.cuda.reset_peak_memory_stats()
             ids, labels = script.proof_batch(args, group)
-            script.train_step(model, ids, labels, group, args)
+            step = plain_step if plain else script.train_step
+            step(model, ids, labels, group, args)
             tracker.outside = "optimizer step"
             with there():
                 optimizer_step(optimizers)
         if cuda:
             torch.cuda.synchronize()
-    except (script.Unusable, Unusable) as problem:
+    except (script.UsageError, UsageError) as problem:
         return {"verdict": "unusable", "why": str(problem)}
     except RuntimeError as problem:  # torch.OutOfMemoryError is one; cuBLAS and NCCL raise no other
         why = str(problem)
         if "out of memory" not in why and "CUBLAS_STATUS_ALLOC_FAILED" not in why:
             raise
         return {"verdict": "oom", "loading": loading is None, "why": why.splitlines()[0]}
-    if args.attention == "eager" and case["how"] == "predicted":
+    if args.attention == "eager" and predicted:
         kernels = {"eager, as --attn asks: it makes the s x s matrix"}
     peak = torch.cuda.max_memory_allocated() if cuda else tracker.peak
     parts = tracker.breakdown(model, optimizers) | {PARTS[-1]: peak - tracker.peak}
@@ -394,23 +402,21 @@ def probe(case, rank, folder):
     warnings.filterwarnings("ignore", category=FutureWarning)
     transformers.logging.set_verbosity_error()
     found = json.dumps(run_step(case))
-    write_whole(f"{folder}/result_{rank}", lambda draft: draft.write_text(found))
+    atomic_write(f"{folder}/result_{rank}", lambda draft: draft.write_text(found))
     if case["how"] == "measured":  # whoever leaves first may take the connection with it
         torch.distributed.barrier()
 
 
 # Copied from tp.py
-def write_whole(path, write):
-    """Have write(another path) make the file, then name it path: whole or not at all."""
+def atomic_write(path, write):
+    """Have write(another path) make the file, then rename it to path: all of it, or nothing."""
     with tempfile.TemporaryDirectory(dir=Path(path).absolute().parent) as folder:
         draft = Path(folder, "draft")
         write(draft)
         draft.replace(path)
 
 
-# --------------------------------------------------------------------------------------------------
-# 2. Attention: the kernel that a GPU would run, and what kernels take for themselves
-# --------------------------------------------------------------------------------------------------
+# ---- 2. Attention: the kernel that a GPU would run, and what kernels take for themselves ---------
 
 
 def attention_kernel(query, key, capability):
@@ -429,7 +435,9 @@ def attention_kernel(query, key, capability):
     dtype, d = str(query.dtype).removeprefix("torch."), query.shape[-1]
     if dtype == "bfloat16" and capability >= 8:
         if d > 256:
-            raise Unusable(f"--dtype bfloat16: no prediction for heads of {d}; up to 256 would do")
+            raise UsageError(
+                f"--dtype bfloat16: no prediction for heads of {d}; up to 256 would do"
+            )
         why = f"{dtype}, compute capability {capability}"
         if capability >= 9:
             why += "; where PyTorch prefers cuDNN's, that one's memory is not known"
@@ -443,7 +451,7 @@ def attention_kernel(query, key, capability):
     return "memory-efficient", "flash knows no float32"
 
 
-def attention(capability, kernels, query, key, value, attn_mask=None, enable_gqa=False, **how):
+def attention(capability, kernels, query, key, value, mask=None, dropout=0.0, causal=False, **how):
     """scaled_dot_product_attention on meta, with the kernel of a GPU, whose name goes to kernels.
 
     Left to itself, meta would always run math. As PyTorch's own, in transformers/attention.cpp.
@@ -453,16 +461,17 @@ def attention(capability, kernels, query, key, value, attn_mask=None, enable_gqa
     matrix = ", which makes the s x s matrix" if kernel == "math" else ""
     kernels.add(f"{kernel}{matrix} ({why})")
     if kernel == "math":
-        how |= {"attn_mask": attn_mask, "enable_gqa": enable_gqa}
-        return aten._scaled_dot_product_attention_math(*inputs, **how)[0]
-    if attn_mask is not None:
+        return aten._scaled_dot_product_attention_math(*inputs, mask, dropout, causal, **how)[0]
+    how.pop("enable_gqa", None)  # the other kernels see it by the shapes
+    if mask is not None:
         raise NotImplementedError("the scripts pass no mask: the kernels are chosen without one")
     if kernel == "flash":  # it takes heads of 8, 16, 24, ... numbers: others are padded
         d = query.shape[-1]
         inputs = [F.pad(x, (0, -d % 8)) if d % 8 else x for x in inputs]
-        return aten._scaled_dot_product_flash_attention(*inputs, **how)[0][..., :d]
+        return aten._scaled_dot_product_flash_attention(*inputs, dropout, causal, **how)[0][..., :d]
     backward = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)  # keep logsumexp?
-    return aten._scaled_dot_product_efficient_attention(*inputs, None, backward, **how)[0]
+    rest = None, backward, dropout, causal
+    return aten._scaled_dot_product_efficient_attention(*inputs, *rest, **how)[0]
 
 
 def per_query_head(query, key):
@@ -504,9 +513,7 @@ SCRATCH = {  # kernels that take memory for themselves: its bytes, from their ar
 }
 
 
-# --------------------------------------------------------------------------------------------------
-# 3. Processes: a fresh one for every probe, and none that stays
-# --------------------------------------------------------------------------------------------------
+# ---- 3. Processes: a fresh one for every probe, and none that stays ------------------------------
 
 
 def launch(case, folder, timeout):
@@ -554,9 +561,7 @@ def end(job):
         process.join()
 
 
-# --------------------------------------------------------------------------------------------------
-# 4. The search
-# --------------------------------------------------------------------------------------------------
+# ---- 4. The search -------------------------------------------------------------------------------
 
 
 def search(budget, first, second=None):
@@ -676,10 +681,14 @@ def make_case(name, world, rank, length, options):
         argv += [] if value in (None, False) else [flag] if value is True else [flag, str(value)]
     if options.how != "measured":
         argv += ["--backend", "fake"]
-    files = [HERE / script, Path(__file__), Path(options.model) / "config.json"]
+    argv += ["--recompute", "none" if options.recompute == "none" else "block"]
+    files = [HERE / script, HERE / LAB, Path(__file__), Path(options.model) / "config.json"]
     contents = b"".join(file.read_bytes() for file in files if file.is_file())
     case = {"how": options.how, "script": script, "argv": argv, "world": world, "rank": rank}
     case |= {"plain": name == "plain", "optimizer": options.optimizer}
+    case |= {"recompute": options.recompute, "tile": options.tile}
+    if not options.tile and name != "plain" and options.recompute in ("block", "offload"):
+        case["tile"] = TILE
     case |= {"sha256": hashlib.sha256(contents).hexdigest()}
     case |= {"versions": [torch.__version__, transformers.__version__]}
     if options.how == "predicted":  # a peak serves any budget
@@ -687,9 +696,7 @@ def make_case(name, world, rank, length, options):
     return case | {"gpu": gpu_name(), "memory_bytes": options.memory_bytes}
 
 
-# --------------------------------------------------------------------------------------------------
-# 5. Running many: the journal, the progress line, Ctrl-C
-# --------------------------------------------------------------------------------------------------
+# ---- 5. Running many: the journal, the progress line, Ctrl-C -------------------------------------
 
 
 def read_journal(path):
@@ -787,9 +794,7 @@ def progress(cell, brackets, seconds, counts, active, waiting, options):
     print(f"{line:<100}", end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
 
 
-# --------------------------------------------------------------------------------------------------
-# 6. Report
-# --------------------------------------------------------------------------------------------------
+# ---- 6. Report -----------------------------------------------------------------------------------
 
 
 def say_table(*rows):
@@ -875,9 +880,7 @@ def report(rows, options):
     return True
 
 
-# --------------------------------------------------------------------------------------------------
-# 7. Command line
-# --------------------------------------------------------------------------------------------------
+# ---- 7. Command line -----------------------------------------------------------------------------
 
 
 # Copied from tp.py
@@ -885,7 +888,7 @@ class Parser(argparse.ArgumentParser):
     """argparse, with its complaint raised instead of printed with the usage."""
 
     def error(self, message):
-        raise Unusable(message)
+        raise UsageError(message)
 
 
 def positive(text, kind=int):
@@ -918,7 +921,8 @@ def parse(argv):
     again += "selective: and what is slow to recompute; offload: inputs, in the host's memory; none"
     kinds = ["block", "selective", "offload", "none"]
     add("--recompute", choices=kinds, default="block", help=again)
-    add("--tile", type=positive, default=TILE, help=f"tokens in a tile, as in the scripts ({TILE})")
+    tiles = f"tokens of a rank in a tile ({TILE} where layers are recomputed; plain: no tiles)"
+    add("--tile", type=positive, help=tiles)
     adam, where = ["adamw", "adamw-host"], "its step, too; -host: state in the host's memory"
     add("--optimizer", choices=["none", *adam], default="none", help=where)
     add("--shard-weights", action="store_true", help="sp_ulysses only")
@@ -941,12 +945,12 @@ def parse(argv):
     options.nproc = list(dict.fromkeys(options.nproc))
     options.at = list(dict.fromkeys(options.at))
     if options.at and (options.lo or options.hi):
-        raise Unusable("--at searches nothing: without --lo and --hi it would do")
+        raise UsageError("--at searches nothing: without --lo and --hi it would do")
     if options.lo and options.hi and options.lo >= options.hi:
-        raise Unusable(f"--lo {options.lo} is not below --hi {options.hi}")
+        raise UsageError(f"--lo {options.lo} is not below --hi {options.hi}")
     for path in filter(None, (options.json, options.journal)):
         if Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK):
-            raise Unusable(f"cannot write {path}: a directory, or in none that can be written")
+            raise UsageError(f"cannot write {path}: a directory, or in none that can be written")
     choose_machine(options)
     return options
 
@@ -958,13 +962,17 @@ def choose_machine(options):
         real = "measured" if gpus >= most else "emulated"
         options.how = "predicted" if options.gpu or not gpus else real
     if options.how == "measured" and gpus < most:
-        raise Unusable(f"--how measured on {most} GPUs, and this machine has {gpus}; try predicted")
+        raise UsageError(
+            f"--how measured on {most} GPUs, and this machine has {gpus}; try predicted"
+        )
     if options.how == "emulated" and not gpus:
-        raise Unusable("--how emulated needs one GPU; predicted needs none")
+        raise UsageError("--how emulated needs one GPU; predicted needs none")
     if options.how != "predicted" and options.gpu:
-        raise Unusable(f"--gpu {options.gpu} is for predictions; --memory-gib caps a real GPU")
+        raise UsageError(f"--gpu {options.gpu} is for predictions; --memory-gib caps a real GPU")
     if options.gpu and options.memory_gib:
-        raise Unusable("--gpu and --memory-gib both say how much memory there is: give one of them")
+        raise UsageError(
+            "--gpu and --memory-gib both say how much memory there is: give one of them"
+        )
     options.capability, gib = 8.0, options.memory_gib
     options.where = f"{gib:g} GiB" if gib else ""
     if options.how == "predicted" and not gib:
@@ -992,18 +1000,18 @@ def main(argv=None):
             signal.signal(number, lambda *_: stop.set())
         rows = run_all(options, stop)
         if all(row["verdict"] == "unusable" for row in rows):
-            raise Unusable(rows[0]["error"])
+            raise UsageError(rows[0]["error"])
         answered = report(rows, options)
         keys = ("model", "dtype", "batch", "loss", "recompute", "optimizer", "memory_bytes", "step")
         out = {key: getattr(options, key) for key in keys} | {"results": rows}
         if options.json:
             text = json.dumps(out, indent=1) + "\n"
             try:
-                write_whole(options.json, lambda draft: draft.write_text(text))
+                atomic_write(options.json, lambda draft: draft.write_text(text))
             except OSError as problem:  # a full disk
-                raise Unusable(f"cannot write {options.json}: {problem}") from None
+                raise UsageError(f"cannot write {options.json}: {problem}") from None
         return 0 if answered else 1
-    except Unusable as problem:
+    except UsageError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -3,9 +3,7 @@
 IN_PROGRESS
 """
 
-import sys
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -251,7 +249,9 @@ def apply_means(model, recompute, tile=None, gather=None, group=None, hooks=save
     tiles. gather(x, group): Megatron SP's g, whose attention block it enters. hooks: as in
     offloaded(). Returns the model.
     """
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = [
+        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
     recompute_layers(layers, recompute, hooks)
     if tile is None:
         return model
