@@ -319,6 +319,9 @@ def apply_means(lab, script, model, group, args, case):
     if case["how"] == "predicted":
         own["hooks"] = host_memory
     lab.apply_means(model, case["recompute"], tile, **own)
+    if tile and hasattr(model, "pipeline"):  # each stage is a decoder of its own
+        for stage in model.pipeline.stages.values():
+            lab.tile_norm(stage.decoder, tile)
 
 
 def run_step(case):

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 IGNORE = -100  # the label of a token that is no target: PyTorch's and Hugging Face's convention
 TILE = 16384  # tokens of a rank in a tile
@@ -24,7 +23,7 @@ TILE = 16384  # tokens of a rank in a tile
 
 
 def sum_of_losses(head, hidden, targets):
-    """Sum of -log softmax(logits)[target]. head: nn.Linear(h, v); hidden (b, c, h), targets (b, c)."""
+    """Sum of -log softmax(logits)[target] of hidden (b, c, h). head: nn.Linear(h, v)."""
     logits = head(hidden).flatten(0, 1)  # (b c, v)
     return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
@@ -181,8 +180,14 @@ def tile_layer(layer, tokens):
     layer.post_attention_layernorm = nn.Identity()
 
 
+def tile_norm(decoder, tokens):
+    """The final norm of HF's LlamaModel in tiles; of a pipeline only the last stage has it."""
+    if not isinstance(decoder.norm, nn.Identity):
+        decoder.norm = Tiled(decoder.norm, tokens)
+
+
 class Projections(nn.Module):
-    """q, k and v side by side of tokens that are gathered once: (b, t, h) -> (b, P, t, q + k + v)."""
+    """q, k and v side by side, of tokens gathered once: (b, t, h) -> (b, P, t, q + k + v)."""
 
     def __init__(self, linears, gather, group):
         super().__init__()
@@ -249,9 +254,7 @@ def apply_means(model, recompute, tile=None, gather=None, group=None, hooks=save
     tiles. gather(x, group): Megatron SP's g, whose attention block it enters. hooks: as in
     offloaded(). Returns the model.
     """
-    layers = [
-        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
-    ]
+    layers = [layer for layer in model.model.layers if not isinstance(layer, nn.Identity)]
     recompute_layers(layers, recompute, hooks)
     if tile is None:
         return model
@@ -259,5 +262,34 @@ def apply_means(model, recompute, tile=None, gather=None, group=None, hooks=save
         tile_layer(layer, tile)
         if gather is not None:
             layer.self_attn = TiledAttention(layer.self_attn, tile, gather, group)
-    model.model.norm = Tiled(model.model.norm, tile)
+    tile_norm(model.model, tile)
     return model
+
+
+def tile_traffic(strategy, layers, tiles, size, recomputed):
+    """What tiles add to the traffic of a step: rows (phase, collective, calls, message bytes).
+
+    tiles: of an MLP; size: message bytes of one (b, s, h); recomputed: whether layers are. A tile
+    sends its share of the bytes in a call of its own, and again when it runs in the backward. Where
+    a layer is recomputed, the recomputation stops before its MLP.
+    """
+    more, again = (tiles - 1) * layers, tiles * layers
+    if tiles == 1:
+        return []
+    if strategy == "tp":  # MLPs
+        return [
+            ("forward", "all_reduce", more, 0),  # g
+            ("backward", "all_reduce", more + again, layers * size),  # f, and g again
+        ]
+    if strategy == "sp_megatron":  # MLPs, and the projections of attention
+        rows = [
+            ("forward", "all_gather", 2 * more, 0),
+            ("forward", "reduce_scatter", 2 * more, 0),
+            ("backward", "all_gather", 2 * (more + again), 2 * layers * size),
+            ("backward", "reduce_scatter", 2 * (more + again), 2 * layers * size),
+        ]
+        if recomputed:  # attention's gather and reduce-scatter, each in tiles; the MLP's gather not
+            rows += [("backward", "all_gather", again - 2 * layers, -layers * size)]
+            rows += [("backward", "reduce_scatter", more, 0)]
+        return rows
+    return []
