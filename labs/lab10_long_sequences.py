@@ -1,11 +1,54 @@
-"""Lab 10: long sequences. What fills the memory, and six means against it.
+"""Lab 10. Long sequences: what fills the memory of a training step, and six means against it.
 
-IN_PROGRESS
+Question: weights and gradients of a model with 1 billion parameters take 5 GB, and yet 40 GB are
+full at 16,000 tokens. What fills the rest, and what can be done without changing one gradient?
+
+Idea: the backward needs what the forward computed. Keep less of it, and compute it again; or keep
+it elsewhere. N tokens, h hidden, i intermediate, v vocabulary, L layers, numbers (not bytes):
+
+    what fills the memory             without means      with these means
+    logits, their softmax             ~3 N v             ~3 chunk v      1 the loss in chunks
+    what L layers keep                ~L N (5 h + 4 i)   L N h           recomputing whole layers
+    what one layer recomputes         ~N (5 h + 4 i)     ~tile i         2 tiles of tokens
+    each layer's input                L N h              0               4 inputs on the host
+    the intermediates of attention    ~N 8 h             ~N 8 h / C      6 C chunks of heads
+
+3 is a selective policy, a compromise: what is expensive to compute is kept, all else runs again.
+5 is a prediction of the peak from shapes alone.
+
+Tiles: an MLP treats each token by itself, so a tile of tokens at a time can run, in the forward and
+in the backward, where it runs again first. Each tile's intermediates are freed before the next:
+
+    forward    x (b, s, h):  [tile 0] [tile 1] [tile 2]     block(tile) -> y, nothing else is kept
+    backward   dy(b, s, h):  [tile 0] [tile 1] [tile 2]     block(tile) again, then its backward;
+                                                            the weights' gradients add up
+A layer that is recomputed is run until all that its backward needs is there. So x is kept before
+the tiles run: then the recomputation stops in front of them, and each tile runs twice, not thrice.
+
+Forward hooks of a module run with it: the gather and the reduce-scatter of a parallel MLP then lie
+inside the tiles, and what is gathered exists for one tile only. Section 5 applies all this to any
+script's model; oom_search.py does so to find the longest sequence that fits.
+
+    python labs/lab10_long_sequences.py             # it starts its own ranks
+    python labs/lab10_long_sequences.py --plot peak.png --json lab10.json
+    python labs/lab10_long_sequences.py --predict 2 # first your guess, see the last lines
+    python labs/lab10_long_sequences.py --inject-bug list
+    python labs/grade.py start lab10                # then fill in my_labs/lab10_long_sequences.py
+    python oom_search.py --strategy sp --nproc 8 --recompute offload    # what it is good for
+
+Sources: Chen et al., Training deep nets with sublinear memory cost, arXiv 1604.06174 (recomputing
+layers). Korthikanti et al., arXiv 2205.05198 (selective). Arctic Long Sequence Training, arXiv
+2506.13996 (tiles of MLP and loss, inputs on the host). Untied Ulysses, arXiv 2602.21196 (chunks of
+heads). torchtitan: distributed/activation_checkpoint.py, where a list of operations is the policy.
+PyTorch: torch/utils/checkpoint.py, torch/autograd/graph.py.
 """
 
+import sys
 from functools import partial
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import save_on_cpu
@@ -293,3 +336,106 @@ def tile_traffic(strategy, layers, tiles, size, recomputed):
             rows += [("backward", "reduce_scatter", more, 0)]
         return rows
     return []
+
+
+# ---- The lesson 6: the peak, predicted from shapes -----------------------------------------------
+
+
+def predict_peak(config, tokens, itemsize, recompute, tile=None, chunk=None):
+    """Bytes alive at the peak of a step of LLaMA on one device: {what: bytes}, to be added up.
+
+    config: HF's LlamaConfig, with as many KV heads as heads. tokens: of all sequences. recompute:
+    "block" or "none"; tile: tokens of a tile, None without tiles; chunk: tokens whose logits exist
+    at the same time, None: of all. The keys of the result:
+
+      weights    all parameters; tied embeddings count once
+      kept       what the layers keep: L layers' inputs, or all that L layers save
+      peak       the larger of what the loss has alive (logits, softmax, gradient: 3 v a token) and
+                 what one layer's backward has: all that it saves again, and gradients on top
+
+    A layer saves, in numbers a token: of each norm its normalized input and its output (2 h); q, k,
+    v and attention's output (4 h); the input of the second norm (h); of the MLP gate, silu(gate),
+    up and their product (4 i). The backward of an MLP adds 3 i + h. With tiles the norms and the
+    MLP save 2 h in all, and the backward adds 5 h (attention) or 2 h and, of a tile, 7 i (MLP).
+    """
+    # exercise: predict
+    h, i, v = config.hidden_size, config.intermediate_size, config.vocab_size
+    L = config.num_hidden_layers
+    layer = 4 * h * h + 3 * h * i + 2 * h
+    weights = L * layer + h + v * h * (1 if config.tie_word_embeddings else 2)
+    saved = 9 * h + 4 * i if tile is None else 6 * h
+    kept = L * tokens * (h if recompute == "block" else h + saved)
+    if tile is None:
+        working = tokens * (3 * i + h)
+    else:
+        working = max(tokens * 5 * h, tokens * 2 * h + min(tile, tokens) * 7 * i)
+    if recompute == "block":
+        working += tokens * saved
+    logits = 3 * v * (tokens if chunk is None else min(chunk, tokens))
+    peak = max(logits, working)
+    return {"weights": weights * itemsize, "kept": kept * itemsize, "peak": peak * itemsize}
+    # end exercise
+
+
+# ---- The lesson 7: Ulysses by chunks of heads ----------------------------------------------------
+
+
+class AllToAll(torch.autograd.Function):
+    """x (P, ...): row r goes to rank r. Its gradient comes back the same way."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group, out = group, torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(out, x.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return AllToAll.apply(grad, ctx.group), None
+
+
+def tokens_to_heads(x, group):
+    """All n heads of my tokens (b, s/P, n, d) -> my heads of all tokens (b, n/P, s, d)."""
+    x = x.unflatten(2, (group.size(), -1)).permute(2, 0, 3, 1, 4)  # (P, b, n/P, s/P, d)
+    return AllToAll.apply(x, group).permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def heads_to_tokens(x, group):
+    """My heads of all tokens (b, n/P, s, d) -> all n heads of my tokens (b, s/P, n, d)."""
+    x = x.unflatten(2, (group.size(), -1)).permute(2, 0, 3, 1, 4)  # (P, b, s/P, n/P, d)
+    return AllToAll.apply(x, group).permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def attend(x, q_weight, k_weight, v_weight, head_dim, group):
+    """Causal attention of the heads whose rows of the weights are given, (b, s/P, n d).
+
+    x (b, s/P, h): this rank's tokens; q_weight (n d, h). Rotary embedding is left out: it treats
+    each head by itself.
+    """
+    weights = q_weight, k_weight, v_weight
+    heads = [F.linear(x, weight).unflatten(-1, (-1, head_dim)) for weight in weights]
+    q, k, v = (tokens_to_heads(y, group) for y in heads)  # (b, n/P, s, d)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return heads_to_tokens(out, group).flatten(2)
+
+
+def attend_by_chunks(x, q_weight, k_weight, v_weight, head_dim, chunks, group):
+    """attend() of all heads, (b, s/P, heads d), a chunk of the heads at a time.
+
+    q, k, v, what is exchanged, and what attention keeps then exist for one chunk only, in the
+    forward and in the backward, where the chunk runs again. Chunks are KV heads and the query heads
+    that read them; chunks x P divides the KV heads.
+    """
+    # exercise: chunks_of_heads
+    parts = []
+    for weights in zip(*(w.chunk(chunks) for w in (q_weight, k_weight, v_weight))):
+        parts.append(checkpoint(attend, x, *weights, head_dim, group, use_reentrant=False))
+    return torch.cat(parts, -1)
+    # end exercise
+
+
+if __name__ == "__main__":  # the lab's checks and experiments, of labs/ and of my_labs/
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "labs"))
+    from run import main
+
+    sys.exit(main(__file__))
