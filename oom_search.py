@@ -7,33 +7,29 @@
     python oom_search.py --strategy plain sp --optimizer adamw      # as one trains
     python oom_search.py --strategy plain --nproc 1 --at 4096 32768    # no search: what these take
 
-A step is a forward and a backward: the scripts' own train_step(). --optimizer adamw adds PyTorch's
-AdamW, one parameter after another; its state in float32 is on the device, or (adamw-host) in the
-host's memory. "plain" is what people have before they parallelize: Hugging Face's own model,
-checkpointing and loss on one GPU; that loss makes all logits at once, whatever --loss says. What
+A step is a forward and a backward: the scripts' own train_step(), with lab 10's means against
+memory (--recompute, --tile). --optimizer adamw adds PyTorch's AdamW, one parameter after another,
+its state in float32 on the device or (adamw-host) in the host's memory. "plain" is what people have
+before they parallelize: Hugging Face's own model and loss, all logits at once, on one GPU. What
 runs depends on what the machine has, and every result says what it was:
 
   measured    the real job: --nproc ranks on as many GPUs
-  emulated    one GPU: the script's --backend fake, one real rank with silent peers; where ranks
-              differ (the first, a middle and the last stage of a pipeline) each of them in turn,
-              and the worst decides
-  predicted   no GPU: the same code on PyTorch's device "meta", whose tensors have a shape and a
-              size but no data. Every tensor is counted from its making to its end, as a GPU's
-              allocator would.
+  emulated    one GPU: the script's --backend fake, one real rank with silent peers; of a pipeline
+              the first, a middle and the last stage in turn, and the worst decides
+  predicted   no GPU: the same code on PyTorch's device "meta", whose tensors have a size but no
+              data. Every tensor is counted from its making to its end, as a GPU's allocator would.
 
-The peak that decides is the step's, with the model loaded and sharded; the report says when it came
-(before the first gradient is complete, there are none to count). Loading comes before it and has a
-peak of its own, the whole model beside its shards, which the report shows apart. A real GPU has to
-bear that too: where it cannot, the report says that loading failed, not a step.
+The peak that decides is the step's. Loading comes before it and has a peak of its own, the whole
+model beside its shards, which is reported apart: a real GPU has to bear that too.
 
-What a prediction counts: every tensor that PyTorch makes, in blocks of 512 bytes as the CUDA
-allocator does, with the attention kernel that a GPU would run (the report names it), and what
-kernels take for themselves (section 2). What it does not count:
+A prediction counts every tensor that PyTorch makes, in the CUDA allocator's blocks of 512 bytes,
+with the attention kernel that a GPU would run, and what kernels take for themselves (section 2).
+It does not count:
 
   - What lies outside the allocator: the CUDA context, cuBLAS, NCCL's buffers. --gpu leaves OUTSIDE
     for them; --memory-gib is what the allocator itself may take.
-  - Fragmentation: memory that the allocator holds and cannot use. Runs on a GPU ask for its remedy,
-    PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; without it expect some percent less.
+  - Fragmentation. Runs on a GPU ask for its remedy, PYTORCH_CUDA_ALLOC_CONF=
+    expandable_segments:True; without it expect some percent less.
   - Scratch memory of other kernels (a GEMM's workspace, a sort in the embedding's backward): some
     MiB. Nor cuDNN's attention, which PyTorch may take on an H100: flash attention's is counted.
 """
@@ -52,7 +48,6 @@ import threading
 import time
 import warnings
 import weakref
-from collections import Counter
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -89,7 +84,7 @@ STRATEGIES = {  # the script, and the options that make it this strategy
     "sp_megatron": ("sp_megatron.py",),
     "sp_ulysses": ("sp_ulysses.py",),
     "pp": ("pp.py",),
-    "plain": ("tp.py",),  # only its command line, model and batch: as_plain()
+    "plain": ("tp.py",),  # only its command line, model and batch
 }
 ALIASES = {"sp": "sp_megatron", "ulysses": "sp_ulysses"}
 COMMON = ("model", "batch", "dtype", "attn", "loss")  # every script has them
@@ -427,8 +422,7 @@ def attention_kernel(query, key, capability):
 
     query (b, heads, s, d), key (b, KV heads, s, d). Hugging Face does not repeat KV heads that
     several query heads share, but sets enable_gqa (transformers, integrations/sdpa_attention.py).
-    PyTorch takes the first kernel that can, in aten/src/ATen/native/transformers of 2.11 to 2.14
-    (cuda/sdp_utils.cpp, can_use_...(); sdp_utils_cpp.h, check_batch_size_and_num_heads_dense()):
+    PyTorch takes the first kernel that can (transformers/cuda/sdp_utils.cpp, 2.11 to 2.14):
 
       flash              bfloat16, from compute capability 8.0 on, d up to 256
       memory-efficient   float32, from 8.0 on with d a multiple of 4; GQA from PyTorch 2.14 on
@@ -438,9 +432,7 @@ def attention_kernel(query, key, capability):
     dtype, d = str(query.dtype).removeprefix("torch."), query.shape[-1]
     if dtype == "bfloat16" and capability >= 8:
         if d > 256:
-            raise UsageError(
-                f"--dtype bfloat16: no prediction for heads of {d}; up to 256 would do"
-            )
+            raise UsageError(f"bfloat16: no prediction for heads of {d}; up to 256 would do")
         why = f"{dtype}, compute capability {capability}"
         if capability >= 9:
             why += "; where PyTorch prefers cuDNN's, that one's memory is not known"
@@ -495,9 +487,8 @@ def flash_scratch(grad_out, query, key, *others):
 def efficient_scratch(grad_out, query, key, *others):
     """What memory-efficient attention's backward takes in float32: a number a row, and tiles of dq.
 
-    cuda/attention_backward.cu, _efficient_attention_backward(), and cuda/mem_eff_attention/
-    kernel_backward.h, workspace_size(): tiles of 64 x 64 numbers (or, the same but for rounding,
-    128 x 64), each with 16 bytes of lock and counter. Its forward takes nothing.
+    cuda/mem_eff_attention/kernel_backward.h, workspace_size(): tiles of 64 x 64 numbers (or, the
+    same but for rounding, 128 x 64), each with 16 bytes of lock and counter.
     """
     b, heads, s, d = query.shape
     tiles = math.ceil(s / 64) * math.ceil(d / 64)
@@ -729,7 +720,7 @@ def run_all(options, stop):
     stop: an Event, set by Ctrl-C; then no probe stays behind.
     """
     cells = [(name, world) for name in options.strategies for world in options.nproc]
-    waiting, active, rows, seconds, counts = list(cells), {}, {}, [], Counter()
+    waiting, active, rows, tried = list(cells), {}, {}, 0
     brackets = {cell: [0, None] for cell in cells}
     known = {} if options.fresh else read_journal(options.journal)
     if options.how == "predicted":
@@ -760,14 +751,13 @@ def run_all(options, stop):
                     result = results(job)
                     if result:
                         del active[cell]
-                        seconds.append(time.time() - job.begin)
-                        counts[cell] += 1
+                        tried += 1
                         if result["verdict"] in ("ran", "oom"):  # an error may not come again
                             known[as_key(job.case)] = result
                             append(options.journal, {"case": job.case, "result": result})
                         advance(cell, walk, result)
                         if result["verdict"] != "unusable":  # then one line says why, alone
-                            progress(cell, brackets, seconds, counts, active, waiting, options)
+                            progress(cell, brackets[cell], tried, len(waiting))
         finally:
             for _, job in active.values():
                 end(job)
@@ -784,15 +774,11 @@ def label(row):
     return f"{row['strategy']} on {count(row['nproc'])}"
 
 
-def progress(cell, brackets, seconds, counts, active, waiting, options):
-    """One line: what is known of a search, and for about how long all of them will go on."""
-    done = [counts[c] for c in counts if c not in active]
-    usual = sum(done) / len(done) if done else len(options.at) or 6  # probes a search takes
-    left = sum(max(1, usual - counts[c]) for c in active) + usual * len(waiting)
-    minutes = left * sum(seconds) / len(seconds) / options.jobs / 60
-    low, high = brackets[cell]
+def progress(cell, bracket, tried, waiting):
+    """One line: what is known of a search, and how many others have not begun."""
+    low, high = bracket
     bounds = f"{low:,} fits" + (f", {high:,} does not" if high else "")
-    spent = f"{sum(counts.values())} tried, about {minutes:.1f} min left"
+    spent = f"{tried} tried, {waiting} searches to come"
     line = f"{cell[0]} on {count(cell[1])}: {bounds} | {spent}"
     print(f"{line:<100}", end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
 
@@ -809,8 +795,8 @@ def say_table(*rows):
 
 def answers(rows):
     """(label, tokens, what they take), of each limit that was found, or of all of --at."""
-    found = [(label(row), entry) for row in rows for entry in row.get("at", [row])]
-    found = [(name, entry.get("length") or entry.get("longest"), entry) for name, entry in found]
+    entries = [(label(row), entry) for row in rows for entry in row.get("at", [row])]
+    found = [(name, e.get("length") or e.get("longest"), e) for name, e in entries]
     return [answer for answer in found if answer[1]]
 
 
@@ -854,12 +840,11 @@ def report(rows, options):
     print(f"\n{asked}, {options.how}: {what}")
     if "plain" in options.strategies:
         print("plain: Hugging Face's own model and loss, all logits at once whatever --loss says")
-    kernels = {}
-    for row in rows:
-        for kernel in {entry.get("attention") for entry in row.get("at", [row])} - {None}:
-            kernels.setdefault(kernel, []).append(label(row))
-    for kernel, users in kernels.items():
-        print(f"attention{' of ' + ', '.join(users) if len(kernels) > 1 else ''}: {kernel}")
+    entries = [(label(row), entry) for row in rows for entry in row.get("at", [row])]
+    for kernel in dict.fromkeys(entry.get("attention") for _, entry in entries):
+        users = dict.fromkeys(name for name, entry in entries if entry.get("attention") == kernel)
+        if kernel:
+            print(f"attention of {', '.join(users)}: {kernel}")
     if not options.at:
         say_limits(rows, options)
     say_parts(rows, options)
@@ -942,9 +927,8 @@ def parse(argv):
     add("--json", metavar="FILE", help="write the results; results/plot.py draws them")
     options = parser.parse_args(argv)
     four = [name for name in scripts if name not in ("tp_dtensor", "plain")]
-    asked = [ALIASES.get(name, name) for name in options.strategy]
-    asked = [name for a in asked for name in (four if a == "all" else [a])]
-    options.strategies = list(dict.fromkeys(asked))
+    asked = [four if name == "all" else [ALIASES.get(name, name)] for name in options.strategy]
+    options.strategies = list(dict.fromkeys(sum(asked, [])))
     options.nproc = list(dict.fromkeys(options.nproc))
     options.at = list(dict.fromkeys(options.at))
     if options.at and (options.lo or options.hi):
@@ -965,27 +949,20 @@ def choose_machine(options):
         real = "measured" if gpus >= most else "emulated"
         options.how = "predicted" if options.gpu or not gpus else real
     if options.how == "measured" and gpus < most:
-        raise UsageError(
-            f"--how measured on {most} GPUs, and this machine has {gpus}; try predicted"
-        )
+        raise UsageError(f"--how measured on {most} GPUs, and this machine has {gpus}: too few")
     if options.how == "emulated" and not gpus:
         raise UsageError("--how emulated needs one GPU; predicted needs none")
     if options.how != "predicted" and options.gpu:
         raise UsageError(f"--gpu {options.gpu} is for predictions; --memory-gib caps a real GPU")
     if options.gpu and options.memory_gib:
-        raise UsageError(
-            "--gpu and --memory-gib both say how much memory there is: give one of them"
-        )
+        raise UsageError("--gpu and --memory-gib both say how much there is: give one of them")
     options.capability, gib = 8.0, options.memory_gib
     options.where = f"{gib:g} GiB" if gib else ""
     if options.how == "predicted" and not gib:
         options.gpu = options.gpu or "a100-40"
         total, options.capability = GPUS[options.gpu]
         gib = total - OUTSIDE["one rank"]
-        rooms = {kind: total - outside for kind, outside in OUTSIDE.items()}
-        if most == 1 or options.strategies == ["plain"]:
-            del rooms["several"], rooms["all-to-all"]
-        rooms = ", ".join(f"{kind} {room:.1f}" for kind, room in rooms.items())
+        rooms = ", ".join(f"{kind} {total - size:.1f}" for kind, size in OUTSIDE.items())
         options.where = f"{options.gpu} (GiB for the allocator: {rooms})"
     elif not gib:
         gib = torch.cuda.get_device_properties(0).total_memory / GIB
