@@ -454,6 +454,7 @@ def test_prediction_is_what_a_run_takes(ranks, tmp_path):
 
 ONE = "--strategy tp --nproc 1"
 UNUSABLE = {
+    "--strategy pp --nproc 2 --model tiny --at 64 --schedule zb --tile 8": "--schedule zb has no",
     f"{ONE} --model ./nowhere": "--model ./nowhere: not one of tiny, ",
     "--strategy plain --nproc 2 --model tiny --at 64": "plain runs on one GPU: --nproc 1 would do",
 }
