@@ -7,40 +7,36 @@
     python oom_search.py --strategy plain sp --optimizer adamw      # as one trains
     python oom_search.py --strategy plain --nproc 1 --at 4096 32768    # no search: what these take
 
-A step is a forward and a backward: the scripts' own train_step(). --optimizer adamw adds PyTorch's
-AdamW, one parameter after another; its state in float32 is on the device, or (adamw-host) in the
-host's memory. "plain" is what people have before they parallelize: Hugging Face's own model,
-checkpointing and loss on one GPU; that loss makes all logits at once, whatever --loss says. What
+A step is a forward and a backward: the scripts' own train_step(), with lab 10's means against
+memory (--recompute, --tile). --optimizer adamw adds PyTorch's AdamW, one parameter after another,
+its state in float32 on the device or (adamw-host) in the host's memory. "plain" is what people have
+before they parallelize: Hugging Face's own model and loss, all logits at once, on one GPU. What
 runs depends on what the machine has, and every result says what it was:
 
   measured    the real job: --nproc ranks on as many GPUs
-  emulated    one GPU: the script's --backend fake, one real rank with silent peers; where ranks
-              differ (the first, a middle and the last stage of a pipeline) each of them in turn,
-              and the worst decides
-  predicted   no GPU: the same code on PyTorch's device "meta", whose tensors have a shape and a
-              size but no data. Every tensor is counted from its making to its end, as a GPU's
-              allocator would.
+  emulated    one GPU: the script's --backend fake, one real rank with silent peers; of a pipeline
+              the first, a middle and the last stage in turn, and the worst decides
+  predicted   no GPU: the same code on PyTorch's device "meta", whose tensors have a size but no
+              data. Every tensor is counted from its making to its end, as a GPU's allocator would.
 
-The peak that decides is the step's, with the model loaded and sharded; the report says when it came
-(before the first gradient is complete, there are none to count). Loading comes before it and has a
-peak of its own, the whole model beside its shards, which the report shows apart. A real GPU has to
-bear that too: where it cannot, the report says that loading failed, not a step.
+The peak that decides is the step's. Loading comes before it and has a peak of its own, the whole
+model beside its shards, which is reported apart: a real GPU has to bear that too.
 
-What a prediction counts: every tensor that PyTorch makes, in blocks of 512 bytes as the CUDA
-allocator does, with the attention kernel that a GPU would run (the report names it), and what
-kernels take for themselves (section 2). What it does not count:
+A prediction counts every tensor that PyTorch makes, in the CUDA allocator's blocks of 512 bytes,
+with the attention kernel that a GPU would run, and what kernels take for themselves (section 2).
+It does not count:
 
   - What lies outside the allocator: the CUDA context, cuBLAS, NCCL's buffers. --gpu leaves OUTSIDE
     for them; --memory-gib is what the allocator itself may take.
-  - Fragmentation: memory that the allocator holds and cannot use. Runs on a GPU ask for its remedy,
-    PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; without it expect some percent less.
+  - Fragmentation. Runs on a GPU ask for its remedy, PYTORCH_CUDA_ALLOC_CONF=
+    expandable_segments:True; without it expect some percent less.
   - Scratch memory of other kernels (a GEMM's workspace, a sort in the embedding's backward): some
     MiB. Nor cuDNN's attention, which PyTorch may take on an H100: flash attention's is counted.
 """
 
 import argparse
 import hashlib
-import importlib
+import importlib.util
 import json
 import math
 import multiprocessing
@@ -52,7 +48,6 @@ import threading
 import time
 import warnings
 import weakref
-from collections import Counter
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -62,11 +57,12 @@ import torch
 import torch.distributed._tools.fake_collectives  # collectives of meta tensors: nothing moves
 import torch.nn.functional as F
 import transformers
-from torch.distributed.fsdp import _fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 HERE = Path(__file__).resolve().parent
+LAB = "labs/lab10_long_sequences.py"  # the means against memory beside recomputing whole layers
 GIB = 2**30
 BLOCK = 512  # bytes: the CUDA allocator's smallest block, of which it deals out whole ones
 # GiB of a card that the allocator never has. CUDA's context and cuBLAS: 1.1 GB with NCCL just begun
@@ -88,10 +84,10 @@ STRATEGIES = {  # the script, and the options that make it this strategy
     "sp_megatron": ("sp_megatron.py",),
     "sp_ulysses": ("sp_ulysses.py",),
     "pp": ("pp.py",),
-    "plain": ("tp.py",),  # only its command line, model and batch: as_plain()
+    "plain": ("tp.py",),  # only its command line, model and batch
 }
 ALIASES = {"sp": "sp_megatron", "ulysses": "sp_ulysses"}
-COMMON = ("model", "batch", "dtype", "attn", "loss", "recompute", "tile")  # every script has them
+COMMON = ("model", "batch", "dtype", "attn", "loss")  # every script has them
 OWN = {"pp": ("schedule", "microbatches"), "sp_ulysses": ("shard_weights",)}
 TILE = 16384
 NOTHING = {"ranks": [], "peak_memory_bytes": [], "peak_moment": None, "breakdown": {}}
@@ -99,13 +95,12 @@ as_key = partial(json.dumps, sort_keys=True)  # a case, as a key of what is know
 gpu_count, gpu_name = torch.cuda.device_count, torch.cuda.get_device_name  # all GPUs are the same
 
 
-class Unusable(Exception):
-    """An argument that cannot work; its message says what would. Ends as `error: ...`, exit 2."""
+# Copied from tp.py
+class UsageError(Exception):
+    """Arguments or a model that cannot work; the message says what would."""
 
 
-# --------------------------------------------------------------------------------------------------
-# 1. A probe: one step of one rank, in a process of its own
-# --------------------------------------------------------------------------------------------------
+# ---- 1. A probe: one step of one rank, in a process of its own -----------------------------------
 
 
 class Tracker(TorchDispatchMode):
@@ -236,44 +231,28 @@ def local(tensor):
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def host_memory(pin_memory):
+def host_memory():
     """What save_on_cpu does to tensors without data: off the device, and back as new ones."""
-
     return torch.autograd.graph.saved_tensors_hooks(
         lambda x: (x.shape, x.stride(), x.dtype),
         lambda kept: torch.empty_strided(kept[0], kept[1], dtype=kept[2], device="meta"),
     )
 
 
-def on_meta(script, args, attend):
+def on_meta(args, attend):
     """Have a script compute nothing: its tensors are meta, nobody looks at the values they lack."""
-    script.save_on_cpu = host_memory
     args.device, args.source = torch.device("meta"), None  # weights of the right shape will do
-    torch.meta = torch.cpu  # DTensor's mesh asks torch.<device> how many devices there are
+    torch.library.impl("aten::scaled_dot_product_attention", "AutogradMeta", attend)
     # Positions that start anew would be several texts in one: HF looks at the values, ours never do
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    F.scaled_dot_product_attention = attend
-    # fully_shard asks the mesh for a device, and refuses weights without data
-    _fully_shard._fully_shard._get_device_from_mesh = lambda mesh: args.device
-    _fully_shard._fsdp_param_group.FSDPParamGroup._validate_no_meta_params = lambda self: None
+    # DTensor and fully_shard ask torch.<device> for devices, of which fully_shard refuses meta
+    torch.meta = SimpleNamespace(**vars(torch.cpu) | {"current_device": lambda: 0})
+    FSDPParamGroup._validate_no_meta_params = lambda self: None
 
 
-def as_plain(script, args, group):
-    """Have tp.py run Hugging Face's own model, with its own checkpointing and loss."""
-    if group.size() > 1:
-        raise Unusable("plain runs on one GPU: --nproc 1 would do")
-    if args.recompute not in ("block", "none") or args.tile != TILE:
-        raise Unusable("plain can --recompute block and none, and has no tiles: without --tile")
-
-    def make_parallel(model, group, args):
-        if args.recompute == "block":
-            model.gradient_checkpointing_enable()
-        return model
-
-    def train_step(model, ids, labels, group, args):
-        model(input_ids=ids, labels=labels).loss.backward()
-
-    script.make_parallel, script.train_step = make_parallel, train_step
+def plain_step(model, ids, labels, group, args):
+    """A step of Hugging Face's own model, with its own loss."""
+    model(input_ids=ids, labels=labels).loss.backward()
 
 
 def make_adamw(model, host):
@@ -317,32 +296,60 @@ def sizes_of(args, world):
     return vocabulary, {size // n for size in others for n in (1, world)}
 
 
+def load(path):
+    """A file of this project as a module, under its own name."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, HERE / path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def apply_means(lab, script, model, group, args, case):
+    """Recomputation and tiles as lab 10 builds them, for the model of any script, in place."""
+    tile, own = case["tile"], {}
+    if tile and tile >= args.batch * args.length:  # a tile as long as all tokens is none
+        tile = None
+    if tile and getattr(args, "schedule", None) == "zb":  # W takes one pair (x, dy) of a microbatch
+        raise UsageError("--schedule zb has no tiles: without --tile, or 1f1b, it would do")
+    if hasattr(script, "gather_from_sp_region") and not case["plain"]:
+        own = {"gather": script.gather_from_sp_region, "group": group}
+    if case["how"] == "predicted":
+        own["hooks"] = host_memory
+    lab.apply_means(model, case["recompute"], tile, **own)
+    if tile and hasattr(model, "pipeline"):  # each stage is a decoder of its own
+        for stage in model.pipeline.stages.values():
+            lab.tile_norm(stage.decoder, tile)
+
+
 def run_step(case):
     """One training step, as the script itself runs it; returns the result.
 
     Its verdict: ran, with the peak, its breakdown, and the peak of loading; oom, and whether it was
     while loading; unusable, and why; and of a process that ends without a verdict: error.
     """
-    sys.path.insert(0, str(HERE))
-    script, kernels, loading = importlib.import_module(Path(case["script"]).stem), set(), None
+    script, lab, kernels, loading = load(case["script"]), load(LAB), set(), None
+    predicted, plain = case["how"] == "predicted", case["plain"]
     try:
         args = script.parse(case["argv"])
         group = script.start(args)
+        if plain and group.size() > 1:
+            raise UsageError("plain runs on one GPU: --nproc 1 would do")
         cuda = args.device.type == "cuda"
-        if case["how"] == "predicted":
-            on_meta(script, args, partial(attention, case["capability"], kernels))
+        if predicted:
+            on_meta(args, partial(attention, case["capability"], kernels))
         elif cuda:
             total = torch.cuda.get_device_properties(args.device).total_memory
             share = min(1.0, case["memory_bytes"] / total)
             torch.cuda.set_per_process_memory_fraction(share, args.device)
-        if case["plain"]:
-            as_plain(script, args, group)
         host = case["optimizer"] == "adamw-host"
         # A prediction's host is meta, too: what it does is not counted
-        there = _disable_current_modes if host and case["how"] == "predicted" else nullcontext
+        there = _disable_current_modes if host and predicted else nullcontext
         tracker = Tracker(args.device.type, *sizes_of(args, group.size()))
         with tracker, script.float64_islands(args.dtype):
-            model = script.make_parallel(script.load_model(args), group, args)
+            model = script.load_model(args)
+            if not plain:
+                model = script.parallelize(model, group, args)
+            apply_means(lab, script, model, group, args, case)
             with there():
                 optimizers = make_adamw(model, host) if case["optimizer"] != "none" else []
             loading = tracker.restart()
@@ -350,20 +357,21 @@ def run_step(case):
                 loading = torch.cuda.max_memory_allocated()
                 torch.cuda.reset_peak_memory_stats()
             ids, labels = script.proof_batch(args, group)
-            script.train_step(model, ids, labels, group, args)
+            step = plain_step if plain else script.train_step
+            step(model, ids, labels, group, args)
             tracker.outside = "optimizer step"
             with there():
                 optimizer_step(optimizers)
         if cuda:
             torch.cuda.synchronize()
-    except (script.Unusable, Unusable) as problem:
+    except (script.UsageError, UsageError) as problem:
         return {"verdict": "unusable", "why": str(problem)}
     except RuntimeError as problem:  # torch.OutOfMemoryError is one; cuBLAS and NCCL raise no other
         why = str(problem)
         if "out of memory" not in why and "CUBLAS_STATUS_ALLOC_FAILED" not in why:
             raise
         return {"verdict": "oom", "loading": loading is None, "why": why.splitlines()[0]}
-    if args.attention == "eager" and case["how"] == "predicted":
+    if args.attention == "eager" and predicted:
         kernels = {"eager, as --attn asks: it makes the s x s matrix"}
     peak = torch.cuda.max_memory_allocated() if cuda else tracker.peak
     parts = tracker.breakdown(model, optimizers) | {PARTS[-1]: peak - tracker.peak}
@@ -394,23 +402,21 @@ def probe(case, rank, folder):
     warnings.filterwarnings("ignore", category=FutureWarning)
     transformers.logging.set_verbosity_error()
     found = json.dumps(run_step(case))
-    write_whole(f"{folder}/result_{rank}", lambda draft: draft.write_text(found))
+    atomic_write(f"{folder}/result_{rank}", lambda draft: draft.write_text(found))
     if case["how"] == "measured":  # whoever leaves first may take the connection with it
         torch.distributed.barrier()
 
 
 # Copied from tp.py
-def write_whole(path, write):
-    """Have write(another path) make the file, then name it path: whole or not at all."""
+def atomic_write(path, write):
+    """Have write(another path) make the file, then rename it to path: all of it, or nothing."""
     with tempfile.TemporaryDirectory(dir=Path(path).absolute().parent) as folder:
         draft = Path(folder, "draft")
         write(draft)
         draft.replace(path)
 
 
-# --------------------------------------------------------------------------------------------------
-# 2. Attention: the kernel that a GPU would run, and what kernels take for themselves
-# --------------------------------------------------------------------------------------------------
+# ---- 2. Attention: the kernel that a GPU would run, and what kernels take for themselves ---------
 
 
 def attention_kernel(query, key, capability):
@@ -418,8 +424,7 @@ def attention_kernel(query, key, capability):
 
     query (b, heads, s, d), key (b, KV heads, s, d). Hugging Face does not repeat KV heads that
     several query heads share, but sets enable_gqa (transformers, integrations/sdpa_attention.py).
-    PyTorch takes the first kernel that can, in aten/src/ATen/native/transformers of 2.11 to 2.14
-    (cuda/sdp_utils.cpp, can_use_...(); sdp_utils_cpp.h, check_batch_size_and_num_heads_dense()):
+    PyTorch takes the first kernel that can (transformers/cuda/sdp_utils.cpp, 2.11 to 2.14):
 
       flash              bfloat16, from compute capability 8.0 on, d up to 256
       memory-efficient   float32, from 8.0 on with d a multiple of 4; GQA from PyTorch 2.14 on
@@ -429,7 +434,7 @@ def attention_kernel(query, key, capability):
     dtype, d = str(query.dtype).removeprefix("torch."), query.shape[-1]
     if dtype == "bfloat16" and capability >= 8:
         if d > 256:
-            raise Unusable(f"--dtype bfloat16: no prediction for heads of {d}; up to 256 would do")
+            raise UsageError(f"bfloat16: no prediction for heads of {d}; up to 256 would do")
         why = f"{dtype}, compute capability {capability}"
         if capability >= 9:
             why += "; where PyTorch prefers cuDNN's, that one's memory is not known"
@@ -443,7 +448,7 @@ def attention_kernel(query, key, capability):
     return "memory-efficient", "flash knows no float32"
 
 
-def attention(capability, kernels, query, key, value, attn_mask=None, enable_gqa=False, **how):
+def attention(capability, kernels, query, key, value, mask=None, dropout=0.0, causal=False, **how):
     """scaled_dot_product_attention on meta, with the kernel of a GPU, whose name goes to kernels.
 
     Left to itself, meta would always run math. As PyTorch's own, in transformers/attention.cpp.
@@ -453,16 +458,17 @@ def attention(capability, kernels, query, key, value, attn_mask=None, enable_gqa
     matrix = ", which makes the s x s matrix" if kernel == "math" else ""
     kernels.add(f"{kernel}{matrix} ({why})")
     if kernel == "math":
-        how |= {"attn_mask": attn_mask, "enable_gqa": enable_gqa}
-        return aten._scaled_dot_product_attention_math(*inputs, **how)[0]
-    if attn_mask is not None:
+        return aten._scaled_dot_product_attention_math(*inputs, mask, dropout, causal, **how)[0]
+    how.pop("enable_gqa", None)  # the other kernels see it by the shapes
+    if mask is not None:
         raise NotImplementedError("the scripts pass no mask: the kernels are chosen without one")
     if kernel == "flash":  # it takes heads of 8, 16, 24, ... numbers: others are padded
         d = query.shape[-1]
         inputs = [F.pad(x, (0, -d % 8)) if d % 8 else x for x in inputs]
-        return aten._scaled_dot_product_flash_attention(*inputs, **how)[0][..., :d]
+        return aten._scaled_dot_product_flash_attention(*inputs, dropout, causal, **how)[0][..., :d]
     backward = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)  # keep logsumexp?
-    return aten._scaled_dot_product_efficient_attention(*inputs, None, backward, **how)[0]
+    rest = None, backward, dropout, causal
+    return aten._scaled_dot_product_efficient_attention(*inputs, *rest, **how)[0]
 
 
 def per_query_head(query, key):
@@ -483,9 +489,8 @@ def flash_scratch(grad_out, query, key, *others):
 def efficient_scratch(grad_out, query, key, *others):
     """What memory-efficient attention's backward takes in float32: a number a row, and tiles of dq.
 
-    cuda/attention_backward.cu, _efficient_attention_backward(), and cuda/mem_eff_attention/
-    kernel_backward.h, workspace_size(): tiles of 64 x 64 numbers (or, the same but for rounding,
-    128 x 64), each with 16 bytes of lock and counter. Its forward takes nothing.
+    cuda/mem_eff_attention/kernel_backward.h, workspace_size(): tiles of 64 x 64 numbers (or, the
+    same but for rounding, 128 x 64), each with 16 bytes of lock and counter.
     """
     b, heads, s, d = query.shape
     tiles = math.ceil(s / 64) * math.ceil(d / 64)
@@ -504,9 +509,7 @@ SCRATCH = {  # kernels that take memory for themselves: its bytes, from their ar
 }
 
 
-# --------------------------------------------------------------------------------------------------
-# 3. Processes: a fresh one for every probe, and none that stays
-# --------------------------------------------------------------------------------------------------
+# ---- 3. Processes: a fresh one for every probe, and none that stays ------------------------------
 
 
 def launch(case, folder, timeout):
@@ -554,9 +557,7 @@ def end(job):
         process.join()
 
 
-# --------------------------------------------------------------------------------------------------
-# 4. The search
-# --------------------------------------------------------------------------------------------------
+# ---- 4. The search -------------------------------------------------------------------------------
 
 
 def search(budget, first, second=None):
@@ -676,10 +677,15 @@ def make_case(name, world, rank, length, options):
         argv += [] if value in (None, False) else [flag] if value is True else [flag, str(value)]
     if options.how != "measured":
         argv += ["--backend", "fake"]
-    files = [HERE / script, Path(__file__), Path(options.model) / "config.json"]
+    argv += ["--recompute", "none" if options.recompute == "none" else "block"]
+    files = [HERE / script, HERE / LAB, Path(__file__), Path(options.model) / "config.json"]
     contents = b"".join(file.read_bytes() for file in files if file.is_file())
     case = {"how": options.how, "script": script, "argv": argv, "world": world, "rank": rank}
     case |= {"plain": name == "plain", "optimizer": options.optimizer}
+    case |= {"recompute": options.recompute, "tile": options.tile}
+    own_choice = name == "plain" or (name == "pp" and options.schedule == "zb")
+    if not options.tile and not own_choice and options.recompute in ("block", "offload"):
+        case["tile"] = TILE
     case |= {"sha256": hashlib.sha256(contents).hexdigest()}
     case |= {"versions": [torch.__version__, transformers.__version__]}
     if options.how == "predicted":  # a peak serves any budget
@@ -687,9 +693,7 @@ def make_case(name, world, rank, length, options):
     return case | {"gpu": gpu_name(), "memory_bytes": options.memory_bytes}
 
 
-# --------------------------------------------------------------------------------------------------
-# 5. Running many: the journal, the progress line, Ctrl-C
-# --------------------------------------------------------------------------------------------------
+# ---- 5. Running many: the journal, the progress line, Ctrl-C -------------------------------------
 
 
 def read_journal(path):
@@ -719,7 +723,7 @@ def run_all(options, stop):
     stop: an Event, set by Ctrl-C; then no probe stays behind.
     """
     cells = [(name, world) for name in options.strategies for world in options.nproc]
-    waiting, active, rows, seconds, counts = list(cells), {}, {}, [], Counter()
+    waiting, active, rows, tried = list(cells), {}, {}, 0
     brackets = {cell: [0, None] for cell in cells}
     known = {} if options.fresh else read_journal(options.journal)
     if options.how == "predicted":
@@ -750,14 +754,13 @@ def run_all(options, stop):
                     result = results(job)
                     if result:
                         del active[cell]
-                        seconds.append(time.time() - job.begin)
-                        counts[cell] += 1
+                        tried += 1
                         if result["verdict"] in ("ran", "oom"):  # an error may not come again
                             known[as_key(job.case)] = result
                             append(options.journal, {"case": job.case, "result": result})
                         advance(cell, walk, result)
                         if result["verdict"] != "unusable":  # then one line says why, alone
-                            progress(cell, brackets, seconds, counts, active, waiting, options)
+                            progress(cell, brackets[cell], tried, len(waiting))
         finally:
             for _, job in active.values():
                 end(job)
@@ -774,22 +777,16 @@ def label(row):
     return f"{row['strategy']} on {count(row['nproc'])}"
 
 
-def progress(cell, brackets, seconds, counts, active, waiting, options):
-    """One line: what is known of a search, and for about how long all of them will go on."""
-    done = [counts[c] for c in counts if c not in active]
-    usual = sum(done) / len(done) if done else len(options.at) or 6  # probes a search takes
-    left = sum(max(1, usual - counts[c]) for c in active) + usual * len(waiting)
-    minutes = left * sum(seconds) / len(seconds) / options.jobs / 60
-    low, high = brackets[cell]
+def progress(cell, bracket, tried, waiting):
+    """One line: what is known of a search, and how many others have not begun."""
+    low, high = bracket
     bounds = f"{low:,} fits" + (f", {high:,} does not" if high else "")
-    spent = f"{sum(counts.values())} tried, about {minutes:.1f} min left"
+    spent = f"{tried} tried, {waiting} searches to come"
     line = f"{cell[0]} on {count(cell[1])}: {bounds} | {spent}"
     print(f"{line:<100}", end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
 
 
-# --------------------------------------------------------------------------------------------------
-# 6. Report
-# --------------------------------------------------------------------------------------------------
+# ---- 6. Report -----------------------------------------------------------------------------------
 
 
 def say_table(*rows):
@@ -801,8 +798,8 @@ def say_table(*rows):
 
 def answers(rows):
     """(label, tokens, what they take), of each limit that was found, or of all of --at."""
-    found = [(label(row), entry) for row in rows for entry in row.get("at", [row])]
-    found = [(name, entry.get("length") or entry.get("longest"), entry) for name, entry in found]
+    entries = [(label(row), entry) for row in rows for entry in row.get("at", [row])]
+    found = [(name, e.get("length") or e.get("longest"), e) for name, e in entries]
     return [answer for answer in found if answer[1]]
 
 
@@ -846,12 +843,11 @@ def report(rows, options):
     print(f"\n{asked}, {options.how}: {what}")
     if "plain" in options.strategies:
         print("plain: Hugging Face's own model and loss, all logits at once whatever --loss says")
-    kernels = {}
-    for row in rows:
-        for kernel in {entry.get("attention") for entry in row.get("at", [row])} - {None}:
-            kernels.setdefault(kernel, []).append(label(row))
-    for kernel, users in kernels.items():
-        print(f"attention{' of ' + ', '.join(users) if len(kernels) > 1 else ''}: {kernel}")
+    entries = [(label(row), entry) for row in rows for entry in row.get("at", [row])]
+    for kernel in dict.fromkeys(entry.get("attention") for _, entry in entries):
+        users = dict.fromkeys(name for name, entry in entries if entry.get("attention") == kernel)
+        if kernel:
+            print(f"attention of {', '.join(users)}: {kernel}")
     if not options.at:
         say_limits(rows, options)
     say_parts(rows, options)
@@ -875,9 +871,7 @@ def report(rows, options):
     return True
 
 
-# --------------------------------------------------------------------------------------------------
-# 7. Command line
-# --------------------------------------------------------------------------------------------------
+# ---- 7. Command line -----------------------------------------------------------------------------
 
 
 # Copied from tp.py
@@ -885,7 +879,7 @@ class Parser(argparse.ArgumentParser):
     """argparse, with its complaint raised instead of printed with the usage."""
 
     def error(self, message):
-        raise Unusable(message)
+        raise UsageError(message)
 
 
 def positive(text, kind=int):
@@ -918,7 +912,8 @@ def parse(argv):
     again += "selective: and what is slow to recompute; offload: inputs, in the host's memory; none"
     kinds = ["block", "selective", "offload", "none"]
     add("--recompute", choices=kinds, default="block", help=again)
-    add("--tile", type=positive, default=TILE, help=f"tokens in a tile, as in the scripts ({TILE})")
+    tiles = f"tokens of a rank in a tile ({TILE} where layers are recomputed; plain, zb: none)"
+    add("--tile", type=positive, help=tiles)
     adam, where = ["adamw", "adamw-host"], "its step, too; -host: state in the host's memory"
     add("--optimizer", choices=["none", *adam], default="none", help=where)
     add("--shard-weights", action="store_true", help="sp_ulysses only")
@@ -935,18 +930,17 @@ def parse(argv):
     add("--json", metavar="FILE", help="write the results; results/plot.py draws them")
     options = parser.parse_args(argv)
     four = [name for name in scripts if name not in ("tp_dtensor", "plain")]
-    asked = [ALIASES.get(name, name) for name in options.strategy]
-    asked = [name for a in asked for name in (four if a == "all" else [a])]
-    options.strategies = list(dict.fromkeys(asked))
+    asked = [four if name == "all" else [ALIASES.get(name, name)] for name in options.strategy]
+    options.strategies = list(dict.fromkeys(sum(asked, [])))
     options.nproc = list(dict.fromkeys(options.nproc))
     options.at = list(dict.fromkeys(options.at))
     if options.at and (options.lo or options.hi):
-        raise Unusable("--at searches nothing: without --lo and --hi it would do")
+        raise UsageError("--at searches nothing: without --lo and --hi it would do")
     if options.lo and options.hi and options.lo >= options.hi:
-        raise Unusable(f"--lo {options.lo} is not below --hi {options.hi}")
+        raise UsageError(f"--lo {options.lo} is not below --hi {options.hi}")
     for path in filter(None, (options.json, options.journal)):
         if Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK):
-            raise Unusable(f"cannot write {path}: a directory, or in none that can be written")
+            raise UsageError(f"cannot write {path}: a directory, or in none that can be written")
     choose_machine(options)
     return options
 
@@ -958,23 +952,20 @@ def choose_machine(options):
         real = "measured" if gpus >= most else "emulated"
         options.how = "predicted" if options.gpu or not gpus else real
     if options.how == "measured" and gpus < most:
-        raise Unusable(f"--how measured on {most} GPUs, and this machine has {gpus}; try predicted")
+        raise UsageError(f"--how measured on {most} GPUs, and this machine has {gpus}: too few")
     if options.how == "emulated" and not gpus:
-        raise Unusable("--how emulated needs one GPU; predicted needs none")
+        raise UsageError("--how emulated needs one GPU; predicted needs none")
     if options.how != "predicted" and options.gpu:
-        raise Unusable(f"--gpu {options.gpu} is for predictions; --memory-gib caps a real GPU")
+        raise UsageError(f"--gpu {options.gpu} is for predictions; --memory-gib caps a real GPU")
     if options.gpu and options.memory_gib:
-        raise Unusable("--gpu and --memory-gib both say how much memory there is: give one of them")
+        raise UsageError("--gpu and --memory-gib both say how much there is: give one of them")
     options.capability, gib = 8.0, options.memory_gib
     options.where = f"{gib:g} GiB" if gib else ""
     if options.how == "predicted" and not gib:
         options.gpu = options.gpu or "a100-40"
         total, options.capability = GPUS[options.gpu]
         gib = total - OUTSIDE["one rank"]
-        rooms = {kind: total - outside for kind, outside in OUTSIDE.items()}
-        if most == 1 or options.strategies == ["plain"]:
-            del rooms["several"], rooms["all-to-all"]
-        rooms = ", ".join(f"{kind} {room:.1f}" for kind, room in rooms.items())
+        rooms = ", ".join(f"{kind} {total - size:.1f}" for kind, size in OUTSIDE.items())
         options.where = f"{options.gpu} (GiB for the allocator: {rooms})"
     elif not gib:
         gib = torch.cuda.get_device_properties(0).total_memory / GIB
@@ -992,18 +983,18 @@ def main(argv=None):
             signal.signal(number, lambda *_: stop.set())
         rows = run_all(options, stop)
         if all(row["verdict"] == "unusable" for row in rows):
-            raise Unusable(rows[0]["error"])
+            raise UsageError(rows[0]["error"])
         answered = report(rows, options)
         keys = ("model", "dtype", "batch", "loss", "recompute", "optimizer", "memory_bytes", "step")
         out = {key: getattr(options, key) for key in keys} | {"results": rows}
         if options.json:
             text = json.dumps(out, indent=1) + "\n"
             try:
-                write_whole(options.json, lambda draft: draft.write_text(text))
+                atomic_write(options.json, lambda draft: draft.write_text(text))
             except OSError as problem:  # a full disk
-                raise Unusable(f"cannot write {options.json}: {problem}") from None
+                raise UsageError(f"cannot write {options.json}: {problem}") from None
         return 0 if answered else 1
-    except Unusable as problem:
+    except UsageError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -36,32 +36,35 @@ import torch.distributed as dist
 PLAN = json.loads(Path(__file__).with_suffix(".json").read_text())
 RANK = int(os.environ["RANK"])
 
-class Unusable(Exception):
+class UsageError(Exception):
     pass
 
 def parse(argv):
     if PLAN.get("refuse") == int(os.environ["WORLD_SIZE"]):
-        raise Unusable("these rank counts would do: 1")
-    return SimpleNamespace(length=int(argv[argv.index("--length") + 1]), dtype="bfloat16")
+        raise UsageError("these rank counts would do: 1")
+    return SimpleNamespace(length=int(argv[argv.index("--length") + 1]), batch=1, dtype="bfloat16")
 
 def start(args):
     with open(Path(__file__).with_suffix(".pids"), "a") as file:
         print(os.getpid(), file=file)
     args.config = SimpleNamespace(vocab_size=9, hidden_size=1, intermediate_size=1, head_dim=1)
-    args.device, args.attention, args.torch_dtype = torch.device("cpu"), "sdpa", torch.bfloat16
+    args.device, args.attention = torch.device("cpu"), "sdpa"
     if "MASTER_ADDR" in os.environ:
         dist.init_process_group("gloo")
     return SimpleNamespace(size=lambda: int(os.environ["WORLD_SIZE"]))
 
 float64_islands = lambda dtype: contextlib.nullcontext()
-make_parallel = lambda model, group, args: model
+parallelize = lambda model, group, args: model
 proof_batch = lambda args, group: (None, None)
 
 def load_model(args):
     if PLAN.get("oom_loading"):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")
     torch.empty(PLAN.get("loading_mib", 0), 2**20, dtype=torch.uint8, device=args.device)
-    return torch.nn.Linear(1, 1, device=args.device)
+    model = torch.nn.Linear(1, 1, device=args.device)
+    model.model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList()})
+    model.model.norm = torch.nn.Identity()
+    return model
 
 def train_step(model, ids, labels, group, args):
     if args.length > PLAN.get("crash_above", 1e9):
@@ -87,6 +90,8 @@ for gpus, options in json.loads(sys.argv[1]):
 @pytest.fixture
 def folder(tmp_path):
     shutil.copy(ROOT / "oom_search.py", tmp_path)
+    (tmp_path / "labs").mkdir()
+    shutil.copy(ROOT / oom_search.LAB, tmp_path / "labs")
     return tmp_path
 
 
@@ -183,7 +188,7 @@ def test_table_ranks_that_differ_and_what_the_journal_saves(folder):
     assert "these rank counts would do: 1" in found["sp_megatron", 2]["error"]
     assert re.search(r"strategy +1 rank +2 ranks +4 ranks\n", done.stdout)
     assert re.search(r"tp +5,104 +5,104 x1.00", done.stdout) and "unusable" in done.stdout
-    said = r"tp on 1 rank: 5,104 fits, 5,120 does not \| \d+ tried, about .* left"
+    said = r"tp on 1 rank: 5,104 fits, 5,120 does not \| \d+ tried, \d searches to come"
     assert re.search(said, done.stderr)
     for row in found.values():
         if row["longest"]:
@@ -191,7 +196,7 @@ def test_table_ranks_that_differ_and_what_the_journal_saves(folder):
             assert sum(row["breakdown"].values()) == peak <= out["memory_bytes"]
 
     first = len(journal(folder))
-    assert done.stderr.count(" tried, about") == first, "what is known stays known"
+    assert done.stderr.count(" searches to come") == first, "what is known stays known"
     assert again == out
     other = ["--memory-gib", "5", "--strategy", "tp", "--dtype", "float32", "--nproc", "1"]
     run(folder, (0, other))
@@ -372,7 +377,7 @@ def test_the_kernel_is_that_of_a_gpu(monkeypatch, case, name, why):
 
 
 def test_no_prediction_for_a_kernel_that_is_not_known(monkeypatch):
-    with pytest.raises(oom_search.Unusable, match="heads of 288; up to 256 would do"):
+    with pytest.raises(oom_search.UsageError, match="heads of 288; up to 256 would do"):
         kernel(monkeypatch, HALF, 8, 8, 288, 8.0)
 
 
@@ -400,6 +405,7 @@ def measure_and_predict(model, file):
     common = ["--model", model, "--dtype", "float32", "--attn", "eager", "--batch", "2"]
     common += ["--mode", "benchmark", "--backend", "fake"]
     case = {"how": "predicted", "capability": 8.0, "plain": False, "optimizer": "none"}
+    case |= {"recompute": "block", "tile": None}
     pairs, steps = [], []
 
     def leave(name):  # what a prediction changes in a script is not for a run
@@ -447,12 +453,10 @@ def test_prediction_is_what_a_run_takes(ranks, tmp_path):
 
 
 ONE = "--strategy tp --nproc 1"
-NEITHER = "plain can --recompute block and none, and has no tiles"
 UNUSABLE = {
-    f"{ONE} --model ./nowhere": "no such model directory: ./nowhere",
+    "--strategy pp --nproc 2 --model tiny --at 64 --schedule zb --tile 8": "--schedule zb has no",
+    f"{ONE} --model ./nowhere": "--model ./nowhere: not one of tiny, ",
     "--strategy plain --nproc 2 --model tiny --at 64": "plain runs on one GPU: --nproc 1 would do",
-    "--strategy plain --nproc 1 --model tiny --at 64 --recompute offload": NEITHER,
-    "--strategy plain --nproc 1 --model tiny --at 64 --tile 64": NEITHER,
 }
 
 
@@ -477,7 +481,7 @@ def test_the_matrix_is_made_only_where_a_gpu_would(searched, tmp_path, kv_heads)
     status, text, results = searched(f"{ONE} --dtype float32 --memory-gib 1 --model {tmp_path}")
     assert status == 0, text
     row = results["results"][0]
-    said = re.search(r"^attention: (.*)", text, re.M)[1]
+    said = re.search(r"^attention of tp on 1 rank: (.*)", text, re.M)[1]
     assert said == row["attention"]
     if kv_heads == 4 or torch.__version__ >= (2, 14):
         assert said == "memory-efficient (flash knows no float32)" and row["longest"] > 100_000
@@ -490,7 +494,7 @@ def test_the_matrix_is_made_only_where_a_gpu_would(searched, tmp_path, kv_heads)
 def test_a_t4_makes_the_matrix(searched):
     status, text, results = searched(f"{ONE} --model tiny --gpu t4 --step 4096")
     assert status == 0, text
-    said = re.search(r"^attention: (.*)", text, re.M)[1]
+    said = re.search(r"^attention of tp on 1 rank: (.*)", text, re.M)[1]
     why = "math, which makes the s x s matrix (none other knows bfloat16 on compute capability 7.5)"
     assert said == results["results"][0]["attention"] == why
 
