@@ -49,9 +49,7 @@ def instead_of(owner):
     return put
 
 
-# --------------------------------------------------------------------------------------------------
-# tp.py, sp_megatron.py: matrices are cut, and what leaves a block is a partial sum
-# --------------------------------------------------------------------------------------------------
+# ---- tp.py, sp_megatron.py: matrices are cut, and what leaves a block is a partial sum -----------
 
 
 @bug_of("tp")
@@ -130,9 +128,7 @@ def local_softmax(script):
         return right(ctx, logits, target, start, alone)
 
 
-# --------------------------------------------------------------------------------------------------
-# sp_megatron.py, sp_ulysses.py: each rank has tokens of its own
-# --------------------------------------------------------------------------------------------------
+# ---- sp_megatron.py, sp_ulysses.py: each rank has tokens of its own ------------------------------
 
 
 @bug_of("sp_megatron")
@@ -199,9 +195,7 @@ def wrong_head_order(script):
         return right(x, counts, group).roll(1, 2)
 
 
-# --------------------------------------------------------------------------------------------------
-# pp.py: stages, microbatches, and gradients that accumulate
-# --------------------------------------------------------------------------------------------------
+# ---- pp.py: stages, microbatches, and gradients that accumulate ----------------------------------
 
 
 @bug_of("pp")
@@ -270,9 +264,7 @@ def swapped_labels(script):
         return right(self, ids, labels.roll(1, 0), loss_fn, backward)
 
 
-# --------------------------------------------------------------------------------------------------
-# Everywhere
-# --------------------------------------------------------------------------------------------------
+# ---- Everywhere ----------------------------------------------------------------------------------
 
 
 @bug_of("tp", "sp_megatron", "sp_ulysses")
@@ -316,9 +308,7 @@ def no_op_parallelize(script):
     script.OWN_FIGURES = None  # there is no pipeline to measure
 
 
-# --------------------------------------------------------------------------------------------------
-# Running a script with a bug
-# --------------------------------------------------------------------------------------------------
+# ---- Running a script with a bug -----------------------------------------------------------------
 
 
 def pointless(name, script, args, world):
