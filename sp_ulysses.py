@@ -665,9 +665,10 @@ def check_correctness(args, group):
     """Every tensor of two steps on P ranks against the untouched model on one device."""
     reference = load_model(args)
     model = parallelize(copy.deepcopy(reference), group, args)
-    rounded, lr = expected, _ = two_steps(copy.deepcopy(reference), args, group, sharded=False)
-    if args.dtype != "float64":
-        finer = {"bfloat16": "float32"}.get(args.dtype, "float64")
+    finer = {"bfloat16": "float32", "float32": "float64"}.get(args.dtype)
+    one_device = copy.deepcopy(reference) if finer else reference
+    rounded, lr = expected, _ = two_steps(one_device, args, group, sharded=False)
+    if finer:
         with float64_islands(finer):
             reference.to(getattr(torch, finer))
             expected, _ = two_steps(reference, args, group, sharded=False, lr=lr)
