@@ -65,6 +65,11 @@ def slow():
     return run.returncode, {"tests": dict(files), "failed": failed, "skipped": skipped}
 
 
+def soak():
+    """200 correct runs of any seed, length, batch, dtype, model, number of ranks: none may fail."""
+    return subprocess.run([sys.executable, ROOT / "tests" / "soak.py"]).returncode, {"runs": 200}
+
+
 def oldest():
     """The four scripts and what they lean on, with the oldest transformers that is supported."""
     return subprocess.run(["make", "test-oldest"], cwd=ROOT).returncode, {}
@@ -78,7 +83,13 @@ def oldest_torch():
     return subprocess.run(command, cwd=ROOT, env=free).returncode, {"torch": version}
 
 
-PARTS = {"mutants": mutants, "slow": slow, "oldest": oldest, "oldest_torch": oldest_torch}
+PARTS = {
+    "mutants": mutants,
+    "slow": slow,
+    "soak": soak,
+    "oldest": oldest,
+    "oldest_torch": oldest_torch,
+}
 
 
 def main():
