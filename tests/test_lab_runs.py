@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ENVIRONMENT, ROOT
-from learner import CHECKS, LABS, SHOWN, grade, ranks
+from learner import CHECKS, LABS, SHOWN, UsageError, harness, run_lab
 from pytest import approx
 
 pytestmark = [
@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("error::UserWarning", "error::FutureWarning"),  # a reader sees these
 ]
 
-lab2, lab7, lab8 = (ranks.load(LABS[name]) for name in ("lab2", "lab7", "lab8"))
+lab2, lab7, lab8 = (harness.load(LABS[name]) for name in ("lab2", "lab7", "lab8"))
 
 
 @pytest.fixture
@@ -33,10 +33,10 @@ def run(tmp_path, capfd):
     """
     files = tmp_path / "results.json", tmp_path / "picture.png"
 
-    def run_lab(name, prediction, *options):
+    def run(name, prediction, *options):
         predicted = re.search(r"predicted (\S+),", prediction)[1]
         options = [*options, "--predict", predicted, "--json", files[0], "--plot", files[1]]
-        status = grade.run_lab(LABS[name], list(map(str, options)))
+        status = run_lab(LABS[name], list(map(str, options)))
         printed, errors = capfd.readouterr()
         assert status == 0 and errors == "", printed + errors
         results, checks = json.loads(files[0].read_text()), CHECKS[name].CHECKS
@@ -49,7 +49,7 @@ def run(tmp_path, capfd):
         assert f"\n  {prediction}\n" in printed
         return printed, results
 
-    return run_lab
+    return run
 
 
 def test_lab1(run):
@@ -117,9 +117,9 @@ def all_losses(group, dtype, vocab):
 
 
 def test_lab2s_loss_on_other_ranks_and_dtypes():
-    for errors in sum(ranks.on_ranks(5, all_losses, torch.float64, 13), []):
+    for errors in sum(harness.on_ranks(5, all_losses, torch.float64, 13), []):
         assert max(errors) < 1e-14
-    for value, gradient in sum(ranks.on_ranks(3, all_losses, torch.bfloat16, 3), []):
+    for value, gradient in sum(harness.on_ranks(3, all_losses, torch.bfloat16, 3), []):
         assert value < 1e-6 and gradient <= 2**-8, "half a bfloat16 epsilon"
 
 
@@ -188,7 +188,7 @@ def test_lab3_says_which_wrong_way_works_and_which_right_one_does_not(tmp_path, 
     mine = tmp_path / LABS["lab3"].name
     mine.write_text(text)
     args = SimpleNamespace(only="copy_without_no_grad", seed=0)
-    (failed,) = SHOWN["lab3"].experiment(ranks.load(mine), args)["failed"]
+    (failed,) = SHOWN["lab3"].experiment(harness.load(mine), args)["failed"]
     printed = capsys.readouterr().out
     assert failed.startswith("f_per_projection: gradient 0.")
     assert re.search(r"copy_without_no_grad +1 +no longer in torch \d\.\d+", printed), printed
@@ -267,12 +267,12 @@ def test_lab5_takes_a_plan_and_prints_one(tmp_path, capsys, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(CHECKS["lab5"], "CHECKS", {})  # the experiments alone
-    assert grade.run_lab(LABS["lab5"], ["--plan", "mine.part"]) == 0
+    assert run_lab(LABS["lab5"], ["--plan", "mine.part"]) == 0
     assert "custom: mine.part" in capsys.readouterr().out
-    assert grade.run_lab(LABS["lab5"], ["--plan", "mine.typo"]) == 2
+    assert run_lab(LABS["lab5"], ["--plan", "mine.typo"]) == 2
     found = "error: the plan's model.layers.*.mlp.gate fits no module of LlamaForCausalLM\n"
     assert capsys.readouterr().err == found
-    assert grade.run_lab(LABS["lab5"], ["--model", "qwen3", "--sp"]) == 0
+    assert run_lab(LABS["lab5"], ["--model", "qwen3", "--sp"]) == 0
     printed = capsys.readouterr().out
     assert "chosen: model-specific: Qwen3ForCausalLM" in printed
     assert re.search(r"model\.layers\.\*\.self_attn\.q_norm +QKNormParallel", printed)
@@ -346,7 +346,7 @@ def test_lab7(run):
 
 @pytest.mark.parametrize("length", [5, 333])  # 5: with zigzag 3 of the 8 chunks are empty
 def test_lab7_counts_for_lengths_that_nothing_divides(length):
-    counted = ranks.on_ranks(4, SHOWN["lab7"].balance_on_rank, lab7, 0, length)
+    counted = harness.on_ranks(4, SHOWN["lab7"].balance_on_rank, lab7, 0, length)
     for placement in "contiguous", "zigzag":
         for pairs, found in zip(lab7.work(length, 4, placement), counted):
             count = found[placement]
@@ -403,7 +403,7 @@ MESHES = [(1, 4, 2), (1, 2, 4), (1, 1, 8), (1, 8, 1), (8, 1, 1), (3, 1, 2)]
 @pytest.mark.parametrize("shape", MESHES, ids=lambda shape: "x".join(map(str, shape)))
 def test_lab8_on_any_mesh_is_one_device(shape):
     sizes = dict(zip(("dp", "pp", "tp"), shape))
-    one_devices(ranks.on_ranks(math.prod(shape), SHOWN["lab8"].prove_on_rank, lab8, sizes, 2, 5))
+    one_devices(harness.on_ranks(math.prod(shape), SHOWN["lab8"].prove_on_rank, lab8, sizes, 2, 5))
 
 
 def test_lab8s_mesh_where_the_command_line_does_not_say(monkeypatch):
@@ -417,7 +417,7 @@ def test_lab8s_mesh_where_the_command_line_does_not_say(monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", str(world))
         assert sizes() == shape
     found = "2 x 2 x 2 is 8 ranks, and torchrun started 16; --dp 16 --pp 1"
-    with pytest.raises(ranks.Unusable, match=found):
+    with pytest.raises(UsageError, match=found):
         sizes(2, 2, 2)
 
 

@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from ranks import LABS, TorchDispatchMode, Traffic, Wrong, expect, expect_close, load
+from harness import LABS, TorchDispatchMode, Traffic, Wrong, expect, expect_close, load
 
 chunk_sizes = load(LABS / "lab1_collectives.py").chunk_sizes  # not the learner's
 

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import LABS, Traffic, expect, expect_close, load
+from harness import LABS, Traffic, expect, expect_close, load
 from torch import nn
 from torch.func import functional_call
 

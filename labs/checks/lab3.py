@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from checks.lab1 import appears, shared_folder
-from ranks import LABS, Traffic, expect, expect_close, load
+from harness import LABS, Traffic, expect, expect_close, load
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate

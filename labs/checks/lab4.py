@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from ranks import LABS, TorchDispatchMode, Traffic, Wrong, expect, expect_close, load
+from harness import LABS, TorchDispatchMode, Traffic, Wrong, expect, expect_close, load
 from torch.utils._pytree import tree_leaves
 
 finished = load(LABS / "lab4_overlap.py")  # not the learner's

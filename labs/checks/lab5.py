@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from ranks import LABS, Traffic, Wrong, expect, expect_close, load
+from harness import LABS, Traffic, Wrong, expect, expect_close, load
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor

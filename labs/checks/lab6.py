@@ -9,7 +9,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import LABS, Traffic, Wrong, expect, expect_close, load
+from harness import LABS, Traffic, Wrong, expect, expect_close, load
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard

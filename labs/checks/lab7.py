@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from checks.lab1 import noted_waits
-from ranks import LABS, Traffic, Wrong, expect, expect_close, load
+from harness import LABS, Traffic, Wrong, expect, expect_close, load
 from torch.utils.flop_counter import FlopCounterMode
 
 finished = load(LABS / "lab7_ring_attention.py")  # not the learner's

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import LABS, Traffic, expect, expect_close, load
+from harness import LABS, Traffic, expect, expect_close, load
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode

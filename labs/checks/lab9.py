@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from checks.lab1 import noted_waits
-from ranks import LABS, Traffic, Wrong, expect, expect_close, load
+from harness import LABS, Traffic, Wrong, expect, expect_close, load
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from transformers import LlamaConfig, LlamaForCausalLM

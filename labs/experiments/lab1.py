@@ -7,7 +7,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from checks.lab1 import appears, counted, gather_and_add, shared_folder
-from ranks import on_ranks, table
+from harness import on_ranks, table
 from torch.distributed import _functional_collectives as functional
 
 COSTS = {  # steps, and bytes that each of P ranks sends of a message of n

@@ -8,7 +8,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from checks.lab2 import Kept, all_reduce, megatron_label_smoothing, real_tokens, split, tokens_of
-from ranks import Traffic, on_ranks, positive, table
+from cli import positive
+from harness import Traffic, on_ranks, table
 from torch import nn
 
 HIDDEN, FEATURES = 96, 383  # of the MLP; nothing divides 383

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from checks.lab3 import CHECKS, IGNORE, all_reduce, on_every_rank, short_lived
 from experiments.lab7 import Exchange, all_gather, reduce_scatter
-from ranks import Traffic, Wrong, on_ranks, table
+from harness import Traffic, Wrong, on_ranks, table
 from torch import nn
 from torch.distributed import _functional_collectives
 from torch.distributed.device_mesh import DeviceMesh

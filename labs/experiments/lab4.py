@@ -9,7 +9,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from checks.lab1 import appears, shared_folder
 from checks.lab4 import SP_ORDER, TP_ORDER, Link, expect_order, kept_storages, one_device
-from ranks import expect_close, on_ranks, positive, table
+from cli import positive
+from harness import expect_close, on_ranks, table
 
 TOKENS, HIDDEN, FEATURES = 512, 1024, 1920  # of the timed layer: 2 ranks, 960 output features each
 RATIOS = 0.25, 0.5, 1, 2, 4  # of the time of an all-gather to that of a GEMM

@@ -17,7 +17,8 @@ from checks.lab5 import (
     step,
     tiny_model,
 )
-from ranks import Unusable, Wrong, on_ranks, table
+from cli import UsageError
+from harness import Wrong, on_ranks, table
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -108,7 +109,7 @@ def families(lab, args):
     except Wrong as wrong:
         _, refused, message = wrong.found.partition("ValueError: ")
         if args.plan and refused:  # the user's plan, not the lab's
-            raise Unusable(message.rpartition(" (in: ")[0]) from None
+            raise UsageError(message.rpartition(" (in: ")[0]) from None
         raise
     if single:
         print(f"\nThe plan of {cases[0][0]}{' with sequence parallelism' if args.sp else ''}")

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from checks import lab6 as checks
 from checks.lab2 import Kept
 from checks.lab6 import APART, JOINED, MLP, SHARDED, WAYS, all_reduce, share
+from cli import positive
 from experiments.lab2 import COLOURS
-from ranks import Traffic, on_ranks, positive, table
+from harness import Traffic, on_ranks, table
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from checks.lab7 import EXACT, PLACEMENTS, draw_from, finished, pairs_in_tiles
-from ranks import Traffic, on_ranks, positive, table
+from cli import positive
+from harness import Traffic, on_ranks, table
 from torch.utils.flop_counter import FlopCounterMode
 
 CONTIGUOUS, ZIGZAG, TILE = finished.CONTIGUOUS, finished.ZIGZAG, finished.TILE

@@ -18,7 +18,8 @@ from checks.lab8 import (
     sent_too_much,
     tiny_config,
 )
-from ranks import Unusable, on_ranks, positive, table
+from cli import UsageError, positive
+from harness import on_ranks, table
 
 PHASES = list(Ledger.PHASES.values())
 
@@ -66,7 +67,8 @@ def mesh_sizes(args):
     world = math.prod(sizes.values())
     if started() not in (None, world):
         would = f"--dp {started()} --pp 1 --tp 1 would do"
-        raise Unusable(f"{say(sizes)} is {world} ranks, and torchrun started {started()}; {would}")
+        found = f"{say(sizes)} is {world} ranks, and torchrun started {started()}"
+        raise UsageError(f"{found}; {would}")
     return sizes
 
 

@@ -11,7 +11,8 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 from checks.lab9 import EXACT, STEPS, build, expected_bytes, finished, one_device, unit_parameters
-from ranks import Traffic, on_ranks, positive, table
+from cli import positive
+from harness import Traffic, on_ranks, table
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
