@@ -47,7 +47,6 @@ which sends N o, not N r.
     python labs/lab6_lora.py --predict 4096         # first your guess, see the last lines
     python labs/lab6_lora.py --inject-bug list
     python labs/lab6_lora.py --lora-rank 1          # fewer than there are ranks
-    pip install peft                                # then the lab compares itself with it, too
     python labs/grade.py start lab6                 # then fill in my_labs/lab6_lora.py
 
 Sources: LoRA, arXiv 2106.09685. S-LoRA, arXiv 2311.03285, section 6. Megatron-LM:

@@ -1,6 +1,5 @@
 """Each finished lab, run: the figures that its lesson tells, its picture, its own options."""
 
-import importlib.util
 import json
 import math
 import os
@@ -282,7 +281,7 @@ def test_lab5_takes_a_plan_and_prints_one(tmp_path, capsys, monkeypatch):
 
 def test_lab6(run):
     """r = 1: cut over the ranks it is one feature each, mostly zeros."""
-    printed, results = run("lab6", "predicted 720, measured 720: right", "--lora-rank", 1)
+    _, results = run("lab6", "predicted 720, measured 720: right", "--lora-rank", 1)
     rows, tokens, hidden = results["ways"], 60, 96
     assert len(rows) == 3 * 2 * (2 + 3)
     low = 4 * tokens
@@ -298,26 +297,16 @@ def test_lab6(run):
     first, second = [row["trained"] for row in rows if row["ranks"] == 2][8:10]
     assert first + second == 2 * (96 + 130), "sharded: no number is held twice"
     assert first - second == 2 * 96, "the second rank holds no row of A, and no column of B"
-    installed = importlib.util.find_spec("peft") is not None
-    assert results["peft_installed"] == installed
-    assert ("against peft's layers: not run, peft is not installed" in printed) != installed
     h, features, r = SHOWN["lab6"].SMALL
-    for counts, runs in results["training"].items():
-        one, good, bad = (runs[name] for name in ("one device", "SP, summed", "SP, not summed"))
-        assert good["drift"] < 1e-6 and good["frozen"]
-        assert good["state"] <= 2 * r * (2 * h + features), "none for W"
-        assert bad["losses"][0] == approx(one["losses"][0], rel=1e-6)
-        assert bad["unsummed_gradient_error"] > 0.3 and bad["drift"] > 0.01
-        assert bad["losses"][-1] < bad["losses"][0] / 2, "the loss falls"
-        if counts == "answers only":  # rank 0 has the prompt: its replicas never saw a gradient
-            assert bad["losses"] == approx(one["losses"], rel=1e-3)
-            assert bad["exported"] > 2 * bad["held_out"], "what is saved is not what was trained"
-    good, bad = results["translation"].values()  # in place it leaks into a later model
-    assert good["adapted_error"] < 1e-5 and bad["adapted_error"] < 1e-5, "that one shows nothing"
-    assert good["plan"] == ["ColwiseParallel", "RowwiseParallel"]
-    assert bad["plan"] == ["ColwiseParallelLoRA", "RowwiseParallelLoRA"]
-    assert good["later_model"].startswith("as on one device")
-    assert bad["later_model"] == "AttributeError: 'Linear' object has no attribute 'lora_A'"
+    one, good, bad = results["training"].values()
+    assert good["drift"] < 1e-6 and good["frozen"]
+    assert good["state"] <= 2 * r * (2 * h + features), "none for W"
+    assert bad["losses"][0] == approx(one["losses"][0], rel=1e-6)
+    assert bad["drift"] > 0.01
+    assert bad["losses"][-1] < bad["losses"][0] / 2, "the loss falls"
+    # rank 0 has the prompt, which does not count: its replicas never saw a gradient
+    assert bad["losses"] == approx(one["losses"], rel=1e-3)
+    assert bad["exported"] > 2 * bad["held_out"], "what is saved is not what was trained"
 
 
 def test_lab7(run):

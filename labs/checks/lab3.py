@@ -7,7 +7,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from checks.lab1 import appears, shared_folder
+from checks.tools import appears, shared_folder
 from harness import LABS, Traffic, expect, expect_close, load
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh

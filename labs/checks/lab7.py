@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from checks.lab1 import noted_waits
+from checks.tools import noted_waits
 from harness import LABS, Traffic, Wrong, expect, expect_close, load
 from torch.utils.flop_counter import FlopCounterMode
 
