@@ -43,24 +43,27 @@ def expect(holds, found, hint=""):
         raise Wrong(found, hint)
 
 
+def relative_error(mine, right):
+    """||mine - right|| / ||right||; infinite for another shape, and for what is no number."""
+    if mine.shape != right.shape:
+        return float("inf")
+    apart = torch.linalg.vector_norm((mine - right).double())
+    error = (apart / torch.linalg.vector_norm(right.double()).clamp(min=1e-30)).item()
+    return error if error == error else float("inf")
+
+
 def expect_close(name, mine, right, tolerance=1e-5, hints=None):
     """Raise Wrong unless ||mine - right|| <= tolerance ||right||; returns the relative error.
 
     hints {text: tensor}: if mine is that tensor instead, the text is the hint.
     """
-    kind, shape = type(mine).__name__, tuple(right.shape)
-    expect(isinstance(mine, torch.Tensor), f"{name} is {kind}, not a tensor", "return the result")
-    expect(mine.shape == shape, f"{name} has shape {tuple(mine.shape)}, not {shape}")
-
-    def error(other):
-        apart = torch.linalg.vector_norm((mine - other).double())
-        return (apart / torch.linalg.vector_norm(other.double()).clamp(min=1e-30)).item()
-
-    off = error(right)
-    known = [t for t, x in (hints or {}).items() if x.shape == shape and error(x) <= tolerance]
-    found = f"{name} is off by {off:.1e} (at most {tolerance:.0e})"
-    expect(off <= tolerance, found, known[0] if known else "")
-    return off
+    expect(isinstance(mine, torch.Tensor), f"{name} is {type(mine).__name__}, not a tensor")
+    known = [text for text, x in (hints or {}).items() if relative_error(mine, x) <= tolerance]
+    hint, error = known[0] if known else "", relative_error(mine, right)
+    found = f"{name} has shape {tuple(mine.shape)}, not {tuple(right.shape)}"
+    expect(mine.shape == right.shape, found, hint)
+    expect(error <= tolerance, f"{name} is off by {error:.1e} (at most {tolerance:.0e})", hint)
+    return error
 
 
 class Traffic(TorchDispatchMode):

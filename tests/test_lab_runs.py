@@ -155,7 +155,7 @@ SEEN = {  # of the wrong way, of the right way
     "adam_hides_scale": (r"part by [\d.]+e-05", r"part by 0\.\d+"),
     "stale_result": (r"the sum is off by [67]\.\de-01", "sum off by 0e"),
     "adaptive_timing": ("the ranks (ran|say)", r"^\d+ steps on every rank"),
-    "rank_0_clock": (r"^rank 0 says \d{1,3} of 200 ms", r"says [2-9]\d\d of 200 ms"),
+    "rank_0_clock": (r"the ranks say \[", r"^0\.[1-4]\d s on every rank"),
 }
 
 
@@ -173,12 +173,6 @@ def test_lab3(run):
     for name, (bad, good) in SEEN.items():
         assert re.search(bad, wrong[name]["seen"]), wrong[name]
         assert re.search(good, pitfalls[name]["right"]["seen"]), pitfalls[name]
-    told = {name: row["told"] for name, row in pitfalls.items() if "told" in row}
-    assert len(told) == 5
-    assert told["returned_tuples"] == [False, "it returns 2"], "transformers 5"
-    assert told["stale_result"][0] is False, "torch 2.11 and later wait"
-    older = tuple(map(int, versions["torch"].split(".")[:2])) < (2, 13)
-    assert told["autograd_kwargs"][0] is older, "since then apply() takes what forward() names"
 
 
 def test_lab3_says_which_wrong_way_works_and_which_right_one_does_not(tmp_path, capsys):
@@ -234,7 +228,7 @@ def test_lab5(run):
         plans["nemo" if row["plan"] == nemo else hugging_face].append(row)
     cases = {kind: [(r["family"], r["sequence_parallel"]) for r in plans[kind]] for kind in plans}
     assert [family for family, _ in cases["hugging face"]] == ["qwen3", "phi3"]
-    both_ways = [(family, sp) for family in CHECKS["lab5"].FAMILIES for sp in (False, True)]
+    both_ways = [(family, sp) for family in SHOWN["lab5"].FAMILIES for sp in (False, True)]
     assert cases["ours"] == both_ways
     assert cases["nemo"] == [case for case in both_ways if case[0] in ("qwen3", "gemma3")]
     for row in plans["ours"]:
@@ -248,7 +242,7 @@ def test_lab5(run):
         assert row["logits"] < 1e-5 and row["loss"] < 1e-5, "no logit shows it"
         assert row["wrong"] == norms and row["gradient"] > 1e-3
     rows = [row for row in results["memory"] if row["way"] == gathered]
-    assert [row["ranks"] for row in rows] == [2, 4, 8]
+    assert [row["ranks"] for row in rows] == [2, 4]
     for row in rows:
         assert row["claim"] == 0.5 * (1 - 1 / row["ranks"])
         for phase in "forward", "backward":

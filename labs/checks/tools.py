@@ -10,6 +10,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from harness import expect
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 
 UNEVEN = 5, 7, 11, 13, 17, 19, 23, 25, 29  # neither 2 nor 3 divides them
 
@@ -60,17 +62,25 @@ def noted_waits():
         yield waits
 
 
+def storage_of(tensor):
+    """The memory of a tensor on this rank; of a DTensor, also of one that is still under way."""
+    with torch.no_grad():
+        tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        tensor = tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+        return tensor.untyped_storage()
+
+
 class Kept(torch.autograd.graph.saved_tensors_hooks):
     """Counts the bytes that autograd keeps for the backward of what runs inside, each storage once.
 
-    Those of parameters are there anyway and not counted.
+    Those of parameters are there anyway and not counted. Of a DTensor what this rank holds counts.
     """
 
     def __init__(self, *parameters):
-        self.storages, known = {}, {p.untyped_storage().data_ptr() for p in parameters}
+        self.storages, known = {}, {storage_of(p).data_ptr() for p in parameters}
 
         def note(tensor):
-            storage = tensor.untyped_storage()
+            storage = storage_of(tensor)
             if storage.data_ptr() not in known:
                 self.storages[storage.data_ptr()] = storage.nbytes()
             return tensor
