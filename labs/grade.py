@@ -17,21 +17,25 @@ arguments.
 
 import argparse
 import ast
-import json
-import os
 import re
 import secrets
 import sys
 import tempfile
 import textwrap
-from functools import partial
 from pathlib import Path
 
-import ranks
-from ranks import LABS, Unusable, Wrong
+from cli import (
+    Parser,
+    UsageError,
+    atomic_write,
+    check_platform,
+    check_writable,
+    positive,
+    write_json,
+)
+from harness import LABS, Wrong, check, companion
 
 MY_LABS = LABS.parent / "my_labs"
-AS_WRITTEN = argparse.RawDescriptionHelpFormatter
 RESTORE = "restore the markers, or start anew"
 
 
@@ -115,7 +119,7 @@ def find_lab(name):
     for stem, path in labs.items():
         if name == stem or stem.startswith(f"{name}_"):
             return path
-    raise Unusable(f"no lab {name}; there are {', '.join(labs)}")
+    raise UsageError(f"no lab {name}; there are {', '.join(labs)}")
 
 
 def show_labs():
@@ -130,22 +134,11 @@ def start(lab_file, force):
     target = MY_LABS / lab_file.name
     if target.exists() and not force:
         lost = "--force writes it anew, and what you wrote is lost"
-        raise Unusable(f"{target} is there already; {lost}")
+        raise UsageError(f"{target} is there already; {lost}")
     MY_LABS.mkdir(exist_ok=True)
-    ranks.write_whole(target, lambda path: Path(path).write_text(emptied(lab_file.read_text())))
+    atomic_write(target, lambda path: Path(path).write_text(emptied(lab_file.read_text())))
     again = f"python labs/grade.py {lab_file.stem.split('_')[0]}"
     print(f"{target}: look for NotImplementedError; then {again}")
-
-
-def write_json(path, results):
-    text = json.dumps(results, indent=1) + "\n"
-    ranks.write_whole(path, lambda draft: Path(draft).write_text(text))
-
-
-def check_writable(path):
-    """Raise Unusable for a path that no file can be written to; None is fine."""
-    if path and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):
-        raise Unusable(f"cannot write {path}: a directory, or in none that can be written")
 
 
 def grade_one(lab_file, answers, name, seed, timeout):
@@ -156,7 +149,7 @@ def grade_one(lab_file, answers, name, seed, timeout):
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / lab_file.name
             file.write_text(text)
-            return ranks.check(file, name, seed, timeout=timeout)
+            return check(file, name, seed, timeout=timeout)
     except SyntaxError as problem:
         return False, f"{type(problem).__name__}: {problem.msg}: {(problem.text or '').strip()}", ""
     except ValueError as problem:  # Python 3.11's compile, of a null byte
@@ -170,12 +163,12 @@ def grade(args, lab_file):
     answers_file = Path(args.file or MY_LABS / lab_file.name)
     if not answers_file.is_file():
         how = f"python labs/grade.py start {args.what[0]} writes one to fill in"
-        raise Unusable(f"no {answers_file}; {how}")
+        raise UsageError(f"no {answers_file}; {how}")
     seed = secrets.randbelow(1 << 31) if args.seed is None else args.seed
     answers, results = answers_file.read_text(errors="replace"), {}
-    checks = ranks.room("checks", lab_file).CHECKS
+    checks = companion("checks", lab_file).CHECKS
     if args.only not in (None, *checks):
-        raise Unusable(f"{lab_file.stem} has no exercise {args.only}; it has {', '.join(checks)}")
+        raise UsageError(f"{lab_file.stem} has no exercise {args.only}; it has {', '.join(checks)}")
     names = [args.only] if args.only else list(checks)
     width = max(map(len, names))
     for name in names:
@@ -194,90 +187,19 @@ def grade(args, lab_file):
     return count == len(names)
 
 
-def run_checks(file, args):
-    """Run every exercise's check; returns {name: {"passed", "report"}}, and prints a table."""
-    results, rows = {}, [["exercise", "ranks", "", "what was seen"]]
-    for name, (_, world) in ranks.room("checks", file).CHECKS.items():
-        passed, report, _ = ranks.check(file, name, args.seed, args.inject_bug)
-        results[name] = {"passed": passed, "report": report}
-        rows.append([name, world, "PASS" if passed else "FAIL", report])
-    ranks.table(*rows)
-    return results
-
-
-def compare_prediction(predict, args, results):
-    """Print a lab's question and, with --predict, how near the answer is; returns what was."""
-    question, formula, measure = predict
-    question, measured = question.format(**vars(args)), measure(results)
-    if args.predict is None:
-        print(f"\n  Predict, then run: {question} (--predict N)")
-    else:
-        right = abs(args.predict - measured) <= 0.005 * abs(measured)
-        verdict = "right" if right else f"off by {args.predict - measured:+g}"
-        print(f"\n  {question}\n  predicted {args.predict:g}, measured {measured:g}: {verdict}")
-        print(f"  {formula}")
-    return {"question": question, "predicted": args.predict, "measured": measured}
-
-
-def run_lab(file, argv=None):
-    """The command line of a lab: its checks and, if they hold, its experiments.
-
-    Returns the exit status: 0 all held, 1 a check failed, 2 unusable arguments.
-    """
-    name, lab, shown = Path(file).stem, ranks.load(file), ranks.room("experiments", file)
-    bugs = {bug.__name__: bug.__doc__ for bug in ranks.room("checks", file).BUGS}
-    parser = ranks.Parser(description=lab.__doc__, formatter_class=AS_WRITTEN)
-    add = parser.add_argument
-    add("--seed", type=int, default=0, help="of the checks' inputs (0)")
-    add("--json", metavar="FILE", help="write the results")
-    add("--plot", metavar="FILE", help="draw them")
-    add("--predict", metavar="N", type=float, help="answer the question that the run ends with")
-    add("--inject-bug", metavar="NAME", help="run with a bug to be caught; list: name them")
-    shown.add_options(parser)
-    try:
-        args = parser.parse_args(argv)
-        if args.inject_bug == "list":
-            print(*(f"  {bug:28} {does}" for bug, does in bugs.items()), sep="\n")
-            return 0
-        if args.inject_bug not in (None, *bugs):
-            raise Unusable(f"no bug {args.inject_bug}; --inject-bug list names them")
-        check_writable(args.json)
-        check_writable(args.plot)
-        results = {"lab": name, "exercises": run_checks(file, args)}
-        failed = [exercise for exercise, seen in results["exercises"].items() if not seen["passed"]]
-        if not failed:  # the experiments rely on every exercise
-            results |= shown.experiment(lab, args)
-            results["prediction"] = compare_prediction(shown.PREDICT, args, results)
-            failed = results["failed"]
-        results["passed"] = not failed
-        count = f"all {len(results['exercises'])} exercises' checks hold"
-        verdict = "FAIL" if failed else "PASS"
-        print(f"\n{verdict} {name}: {', '.join(failed) or count}", flush=True)
-        if args.json:
-            write_json(args.json, results)
-        if args.plot and "prediction" in results:
-            ranks.write_whole(args.plot, partial(shown.draw, results))
-        return 1 if failed else 0
-    except Unusable as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return 2
-    except Wrong as wrong:  # a rank of an experiment, which has nothing to compare
-        print(f"\nFAIL {name}: {wrong.found}")
-        return 1
-
-
 def main(argv=None):
     """Returns the exit status: 0 all pass, 1 not yet, 2 unusable arguments."""
-    parser = ranks.Parser(description=__doc__, formatter_class=AS_WRITTEN)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("what", nargs="+", metavar="LAB", help="list, start LAB, or LAB alone, to grade it")
     add("--force", action="store_true", help="start: write over what is there")
     add("--file", help="the answers (my_labs/LAB.py)")
     add("--only", metavar="NAME", help="grade one exercise")
     add("--seed", type=int, help="of the inputs (a new one each time)")
-    add("--timeout", type=ranks.positive, default=60, help="seconds for an exercise (60)")
+    add("--timeout", type=positive, default=60, help="seconds for an exercise (60)")
     add("--json", metavar="FILE", help="write the results")
     try:
+        check_platform()
         args = parser.parse_args(argv)
         if args.what == ["list"]:
             show_labs()
@@ -287,9 +209,9 @@ def main(argv=None):
             start(find_lab(args.what[1]), args.force)
             return 0
         if len(args.what) > 1:
-            raise Unusable(f"{' '.join(args.what)}: list, start LAB, or LAB would do")
+            raise UsageError(f"{' '.join(args.what)}: list, start LAB, or LAB would do")
         return 0 if grade(args, find_lab(args.what[0])) else 1
-    except Unusable as problem:
+    except UsageError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
 

@@ -25,8 +25,7 @@ tell. Here are the places of one training step where people fall, P ranks, s tok
 Each pitfall NAME is a pair: wrong_NAME as people write it, right_NAME, which is the exercise. The
 experiment lets both loose, most of them in a real LLaMA (Hugging Face's, tiny, 2 ranks), and
 measures two things: how far the loss is from that of one device, and how far the gradient is. The
-distance between the two is the lesson. What is told of some of them, and may have been true of
-older versions, is tried here and now.
+distance between the two is the lesson.
 
 What they cost: four raise, one hangs, one misleads a clock, one costs only traffic (2.5 times the
 backward's all-reduces), and nine silently train a model that is not the one you meant.
@@ -52,7 +51,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils.benchmark import Timer
 
 IGNORE = -100  # a label that is no target: HF's and PyTorch's convention
 
@@ -483,21 +481,23 @@ def wrong_adaptive_timing(step, group):
     They never agree to the last one, and step() holds a collective: one waits for ranks that have
     finished.
     """
+    from torch.utils.benchmark import Timer  # here: its import looks for a CUDA toolkit, and talks
+
     return Timer("step()", globals={"step": step}).adaptive_autorange(max_run_time=1).median
 
 
 def right_adaptive_timing(step, group, budget=0.1):
     """Median seconds of step(), the slowest rank's of each, the same number on every rank.
 
-    It may take about budget seconds. All ranks call step() equally often. A count that is fixed
-    beforehand does it; so does one that is computed from a number all ranks share. Source:
-    megatron/core/timers.py takes the maximum over ranks; triton's do_bench decides by its own clock
-    too.
+    One call to warm up, then at least 5, in about budget seconds: of each the slowest rank's time,
+    and the median of those. All ranks call step() equally often: a count that is fixed beforehand
+    does it, and so does one that is computed from a number all ranks share. Source: Megatron's
+    core/timers.py takes the maximum over ranks; triton's do_bench decides by its own clock too.
     """
     # exercise: adaptive_timing
     seconds(step)  # the first one is slow, and ranks come to it at different times
     slowest = all_reduce(torch.tensor(seconds(step)), group, dist.ReduceOp.MAX).item()
-    times = torch.tensor([seconds(step) for _ in range(1 + int(budget / slowest))])
+    times = torch.tensor([seconds(step) for _ in range(max(5, int(budget / slowest)))])
     return all_reduce(times, group, dist.ReduceOp.MAX).median().item()
     # end exercise
 
@@ -520,6 +520,6 @@ def right_rank_0_clock(step, group):
 
 if __name__ == "__main__":  # the lab's checks and experiments, of labs/ and of my_labs/
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "labs"))
-    from ranks import main
+    from run import main
 
     sys.exit(main(__file__))

@@ -444,6 +444,6 @@ def choose_plan(model, sequence_parallel=False, custom=None, hf=False):
 
 if __name__ == "__main__":  # the lab's checks and experiments, of labs/ and of my_labs/
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "labs"))
-    from ranks import main
+    from run import main
 
     sys.exit(main(__file__))

@@ -47,7 +47,6 @@ which sends N o, not N r.
     python labs/lab6_lora.py --predict 4096         # first your guess, see the last lines
     python labs/lab6_lora.py --inject-bug list
     python labs/lab6_lora.py --lora-rank 1          # fewer than there are ranks
-    pip install peft                                # then the lab compares itself with it, too
     python labs/grade.py start lab6                 # then fill in my_labs/lab6_lora.py
 
 Sources: LoRA, arXiv 2106.09685. S-LoRA, arXiv 2311.03285, section 6. Megatron-LM:
@@ -445,6 +444,6 @@ def translate_to_lora(plan, model):
 
 if __name__ == "__main__":  # the lab's checks and experiments, of labs/ and of my_labs/
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "labs"))
-    from ranks import main
+    from run import main
 
     sys.exit(main(__file__))

@@ -432,6 +432,6 @@ def train_step(model, units, optimizer, sequences, max_norm=None):
 
 if __name__ == "__main__":  # the lab's checks and experiments, of labs/ and of my_labs/
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "labs"))
-    from ranks import main
+    from run import main
 
     sys.exit(main(__file__))

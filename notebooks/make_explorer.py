@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "labs")]
 import torch  # noqa: E402
 from checks.lab1 import gather_and_add  # noqa: E402
-from ranks import LABS, load  # noqa: E402
+from harness import LABS, load  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 import oom_search  # noqa: E402

@@ -16,12 +16,14 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "labs"))
 import grade  # noqa: E402
-import ranks  # noqa: E402
+import harness  # noqa: E402
+from cli import UsageError  # noqa: E402, F401
+from run import run_lab  # noqa: E402, F401
 
 NAMES = sorted(path.stem for path in (ROOT / "labs" / "checks").glob("lab*.py"))
 LABS = {name: grade.find_lab(name) for name in NAMES}
-CHECKS = {name: ranks.room("checks", lab) for name, lab in LABS.items()}  # ranks' imports with them
-SHOWN = {name: ranks.room("experiments", lab) for name, lab in LABS.items()}
+CHECKS = {name: harness.companion("checks", lab) for name, lab in LABS.items()}
+SHOWN = {name: harness.companion("experiments", lab) for name, lab in LABS.items()}
 REGION = re.compile(r"^( *)# exercise: (\w+)\n(.*?)^ *# end exercise\n", re.M | re.S)
 
 
@@ -78,5 +80,5 @@ def graded(lab, exercise, answer=(), bug=None):
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / lab.name
         file.write_text(answered(lab, {exercise: answer} if answer else {}))
-        passed, report, hint = ranks.check(file, exercise, seed=7, bug=bug, timeout=90)
+        passed, report, hint = harness.check(file, exercise, seed=7, bug=bug, timeout=90)
     return passed, f"{report} {hint}".strip()

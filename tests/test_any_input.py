@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from learner import grade
+from learner import run_lab
 
 pytestmark = pytest.mark.slow  # 600 cases
 sys.path[:0] = [str(ROOT), str(ROOT / "labs")]
@@ -146,7 +146,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_simulator_and_the_labs(name, monkeypatch, tmp_path):
     module = importlib.import_module(name)
-    main = getattr(module, "main", None) or partial(grade.run_lab, module.__file__)
+    main = getattr(module, "main", None) or partial(run_lab, module.__file__)
     monkeypatch.chdir(tmp_path)
 
     @settings(CASES, max_examples=12)

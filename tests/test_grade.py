@@ -3,9 +3,11 @@
 import json
 import re
 import shutil
+import sys
 
 import pytest
 from conftest import ROOT, python
+from learner import LABS, run_lab
 from learner import grade as grading
 
 SMALL_LAB = '''
@@ -36,7 +38,7 @@ def total(x, group):
 '''
 CHECKS = """
 import torch
-from ranks import Wrong
+from harness import Wrong
 
 
 def check_twice(lab, group, seed):
@@ -94,7 +96,7 @@ def grader(folder, *options):
 def desk(tmp_path):
     """Such a folder."""
     (tmp_path / "labs" / "checks").mkdir(parents=True)
-    for file in ("grade.py", "ranks.py"):
+    for file in ("grade.py", "harness.py", "cli.py"):
         shutil.copy(ROOT / "labs" / file, tmp_path / "labs")
     (tmp_path / "labs" / "lab0_small.py").write_text(SMALL_LAB + TOTALS)
     (tmp_path / "labs" / "checks" / "lab0.py").write_text(CHECKS % len(WRONG))
@@ -189,3 +191,17 @@ def test_bad_input(options, message, capsys, monkeypatch):
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith(f"error: {message}")
     assert said.err.count("\n") == 1
+
+
+def test_windows_is_told_what_would_do(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert grading.main(["list"]) == 2
+    assert run_lab(LABS["lab1"], []) == 2
+    line = "error: needs Linux or macOS; on Windows use WSL\n"
+    assert capsys.readouterr() == ("", 2 * line)
+
+
+def test_importing_the_harness_starts_nothing():
+    code = "import harness, multiprocessing.forkserver as f; print(f._forkserver._forkserver_pid)"
+    run = python("-c", code, cwd=ROOT / "labs")
+    assert run.stdout == "None\n", run.stderr

@@ -1,6 +1,5 @@
 """Each finished lab, run: the figures that its lesson tells, its picture, its own options."""
 
-import importlib.util
 import json
 import math
 import os
@@ -14,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ENVIRONMENT, ROOT
-from learner import CHECKS, LABS, SHOWN, grade, ranks
+from learner import CHECKS, LABS, SHOWN, UsageError, harness, run_lab
 from pytest import approx
 
 pytestmark = [
@@ -22,7 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("error::UserWarning", "error::FutureWarning"),  # a reader sees these
 ]
 
-lab2, lab7, lab8 = (ranks.load(LABS[name]) for name in ("lab2", "lab7", "lab8"))
+lab2, lab7, lab8 = (harness.load(LABS[name]) for name in ("lab2", "lab7", "lab8"))
 
 
 @pytest.fixture
@@ -33,10 +32,10 @@ def run(tmp_path, capfd):
     """
     files = tmp_path / "results.json", tmp_path / "picture.png"
 
-    def run_lab(name, prediction, *options):
+    def run(name, prediction, *options):
         predicted = re.search(r"predicted (\S+),", prediction)[1]
         options = [*options, "--predict", predicted, "--json", files[0], "--plot", files[1]]
-        status = grade.run_lab(LABS[name], list(map(str, options)))
+        status = run_lab(LABS[name], list(map(str, options)))
         printed, errors = capfd.readouterr()
         assert status == 0 and errors == "", printed + errors
         results, checks = json.loads(files[0].read_text()), CHECKS[name].CHECKS
@@ -49,7 +48,7 @@ def run(tmp_path, capfd):
         assert f"\n  {prediction}\n" in printed
         return printed, results
 
-    return run_lab
+    return run
 
 
 def test_lab1(run):
@@ -117,9 +116,9 @@ def all_losses(group, dtype, vocab):
 
 
 def test_lab2s_loss_on_other_ranks_and_dtypes():
-    for errors in sum(ranks.on_ranks(5, all_losses, torch.float64, 13), []):
+    for errors in sum(harness.on_ranks(5, all_losses, torch.float64, 13), []):
         assert max(errors) < 1e-14
-    for value, gradient in sum(ranks.on_ranks(3, all_losses, torch.bfloat16, 3), []):
+    for value, gradient in sum(harness.on_ranks(3, all_losses, torch.bfloat16, 3), []):
         assert value < 1e-6 and gradient <= 2**-8, "half a bfloat16 epsilon"
 
 
@@ -156,7 +155,7 @@ SEEN = {  # of the wrong way, of the right way
     "adam_hides_scale": (r"part by [\d.]+e-05", r"part by 0\.\d+"),
     "stale_result": (r"the sum is off by [67]\.\de-01", "sum off by 0e"),
     "adaptive_timing": ("the ranks (ran|say)", r"^\d+ steps on every rank"),
-    "rank_0_clock": (r"^rank 0 says \d{1,3} of 200 ms", r"says [2-9]\d\d of 200 ms"),
+    "rank_0_clock": (r"the ranks say \[", r"^0\.[1-4]\d s on every rank"),
 }
 
 
@@ -174,12 +173,6 @@ def test_lab3(run):
     for name, (bad, good) in SEEN.items():
         assert re.search(bad, wrong[name]["seen"]), wrong[name]
         assert re.search(good, pitfalls[name]["right"]["seen"]), pitfalls[name]
-    told = {name: row["told"] for name, row in pitfalls.items() if "told" in row}
-    assert len(told) == 5
-    assert told["returned_tuples"] == [False, "it returns 2"], "transformers 5"
-    assert told["stale_result"][0] is False, "torch 2.11 and later wait"
-    older = tuple(map(int, versions["torch"].split(".")[:2])) < (2, 13)
-    assert told["autograd_kwargs"][0] is older, "since then apply() takes what forward() names"
 
 
 def test_lab3_says_which_wrong_way_works_and_which_right_one_does_not(tmp_path, capsys):
@@ -188,7 +181,7 @@ def test_lab3_says_which_wrong_way_works_and_which_right_one_does_not(tmp_path, 
     mine = tmp_path / LABS["lab3"].name
     mine.write_text(text)
     args = SimpleNamespace(only="copy_without_no_grad", seed=0)
-    (failed,) = SHOWN["lab3"].experiment(ranks.load(mine), args)["failed"]
+    (failed,) = SHOWN["lab3"].experiment(harness.load(mine), args)["failed"]
     printed = capsys.readouterr().out
     assert failed.startswith("f_per_projection: gradient 0.")
     assert re.search(r"copy_without_no_grad +1 +no longer in torch \d\.\d+", printed), printed
@@ -235,7 +228,7 @@ def test_lab5(run):
         plans["nemo" if row["plan"] == nemo else hugging_face].append(row)
     cases = {kind: [(r["family"], r["sequence_parallel"]) for r in plans[kind]] for kind in plans}
     assert [family for family, _ in cases["hugging face"]] == ["qwen3", "phi3"]
-    both_ways = [(family, sp) for family in CHECKS["lab5"].FAMILIES for sp in (False, True)]
+    both_ways = [(family, sp) for family in SHOWN["lab5"].FAMILIES for sp in (False, True)]
     assert cases["ours"] == both_ways
     assert cases["nemo"] == [case for case in both_ways if case[0] in ("qwen3", "gemma3")]
     for row in plans["ours"]:
@@ -249,7 +242,7 @@ def test_lab5(run):
         assert row["logits"] < 1e-5 and row["loss"] < 1e-5, "no logit shows it"
         assert row["wrong"] == norms and row["gradient"] > 1e-3
     rows = [row for row in results["memory"] if row["way"] == gathered]
-    assert [row["ranks"] for row in rows] == [2, 4, 8]
+    assert [row["ranks"] for row in rows] == [2, 4]
     for row in rows:
         assert row["claim"] == 0.5 * (1 - 1 / row["ranks"])
         for phase in "forward", "backward":
@@ -267,12 +260,12 @@ def test_lab5_takes_a_plan_and_prints_one(tmp_path, capsys, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(CHECKS["lab5"], "CHECKS", {})  # the experiments alone
-    assert grade.run_lab(LABS["lab5"], ["--plan", "mine.part"]) == 0
+    assert run_lab(LABS["lab5"], ["--plan", "mine.part"]) == 0
     assert "custom: mine.part" in capsys.readouterr().out
-    assert grade.run_lab(LABS["lab5"], ["--plan", "mine.typo"]) == 2
+    assert run_lab(LABS["lab5"], ["--plan", "mine.typo"]) == 2
     found = "error: the plan's model.layers.*.mlp.gate fits no module of LlamaForCausalLM\n"
     assert capsys.readouterr().err == found
-    assert grade.run_lab(LABS["lab5"], ["--model", "qwen3", "--sp"]) == 0
+    assert run_lab(LABS["lab5"], ["--model", "qwen3", "--sp"]) == 0
     printed = capsys.readouterr().out
     assert "chosen: model-specific: Qwen3ForCausalLM" in printed
     assert re.search(r"model\.layers\.\*\.self_attn\.q_norm +QKNormParallel", printed)
@@ -282,7 +275,7 @@ def test_lab5_takes_a_plan_and_prints_one(tmp_path, capsys, monkeypatch):
 
 def test_lab6(run):
     """r = 1: cut over the ranks it is one feature each, mostly zeros."""
-    printed, results = run("lab6", "predicted 720, measured 720: right", "--lora-rank", 1)
+    _, results = run("lab6", "predicted 720, measured 720: right", "--lora-rank", 1)
     rows, tokens, hidden = results["ways"], 60, 96
     assert len(rows) == 3 * 2 * (2 + 3)
     low = 4 * tokens
@@ -298,26 +291,16 @@ def test_lab6(run):
     first, second = [row["trained"] for row in rows if row["ranks"] == 2][8:10]
     assert first + second == 2 * (96 + 130), "sharded: no number is held twice"
     assert first - second == 2 * 96, "the second rank holds no row of A, and no column of B"
-    installed = importlib.util.find_spec("peft") is not None
-    assert results["peft_installed"] == installed
-    assert ("against peft's layers: not run, peft is not installed" in printed) != installed
     h, features, r = SHOWN["lab6"].SMALL
-    for counts, runs in results["training"].items():
-        one, good, bad = (runs[name] for name in ("one device", "SP, summed", "SP, not summed"))
-        assert good["drift"] < 1e-6 and good["frozen"]
-        assert good["state"] <= 2 * r * (2 * h + features), "none for W"
-        assert bad["losses"][0] == approx(one["losses"][0], rel=1e-6)
-        assert bad["unsummed_gradient_error"] > 0.3 and bad["drift"] > 0.01
-        assert bad["losses"][-1] < bad["losses"][0] / 2, "the loss falls"
-        if counts == "answers only":  # rank 0 has the prompt: its replicas never saw a gradient
-            assert bad["losses"] == approx(one["losses"], rel=1e-3)
-            assert bad["exported"] > 2 * bad["held_out"], "what is saved is not what was trained"
-    good, bad = results["translation"].values()  # in place it leaks into a later model
-    assert good["adapted_error"] < 1e-5 and bad["adapted_error"] < 1e-5, "that one shows nothing"
-    assert good["plan"] == ["ColwiseParallel", "RowwiseParallel"]
-    assert bad["plan"] == ["ColwiseParallelLoRA", "RowwiseParallelLoRA"]
-    assert good["later_model"].startswith("as on one device")
-    assert bad["later_model"] == "AttributeError: 'Linear' object has no attribute 'lora_A'"
+    one, good, bad = results["training"].values()
+    assert good["drift"] < 1e-6 and good["frozen"]
+    assert good["state"] <= 2 * r * (2 * h + features), "none for W"
+    assert bad["losses"][0] == approx(one["losses"][0], rel=1e-6)
+    assert bad["drift"] > 0.01
+    assert bad["losses"][-1] < bad["losses"][0] / 2, "the loss falls"
+    # rank 0 has the prompt, which does not count: its replicas never saw a gradient
+    assert bad["losses"] == approx(one["losses"], rel=1e-3)
+    assert bad["exported"] > 2 * bad["held_out"], "what is saved is not what was trained"
 
 
 def test_lab7(run):
@@ -346,7 +329,7 @@ def test_lab7(run):
 
 @pytest.mark.parametrize("length", [5, 333])  # 5: with zigzag 3 of the 8 chunks are empty
 def test_lab7_counts_for_lengths_that_nothing_divides(length):
-    counted = ranks.on_ranks(4, SHOWN["lab7"].balance_on_rank, lab7, 0, length)
+    counted = harness.on_ranks(4, SHOWN["lab7"].balance_on_rank, lab7, 0, length)
     for placement in "contiguous", "zigzag":
         for pairs, found in zip(lab7.work(length, 4, placement), counted):
             count = found[placement]
@@ -403,7 +386,7 @@ MESHES = [(1, 4, 2), (1, 2, 4), (1, 1, 8), (1, 8, 1), (8, 1, 1), (3, 1, 2)]
 @pytest.mark.parametrize("shape", MESHES, ids=lambda shape: "x".join(map(str, shape)))
 def test_lab8_on_any_mesh_is_one_device(shape):
     sizes = dict(zip(("dp", "pp", "tp"), shape))
-    one_devices(ranks.on_ranks(math.prod(shape), SHOWN["lab8"].prove_on_rank, lab8, sizes, 2, 5))
+    one_devices(harness.on_ranks(math.prod(shape), SHOWN["lab8"].prove_on_rank, lab8, sizes, 2, 5))
 
 
 def test_lab8s_mesh_where_the_command_line_does_not_say(monkeypatch):
@@ -417,7 +400,7 @@ def test_lab8s_mesh_where_the_command_line_does_not_say(monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", str(world))
         assert sizes() == shape
     found = "2 x 2 x 2 is 8 ranks, and torchrun started 16; --dp 16 --pp 1"
-    with pytest.raises(ranks.Unusable, match=found):
+    with pytest.raises(UsageError, match=found):
         sizes(2, 2, 2)
 
 

@@ -4,18 +4,15 @@ Values and gradients are compared with one device's; a Link logs what starts and
 its order is what is judged, never how long something took.
 """
 
-import inspect
-import math
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-from ranks import LABS, TorchDispatchMode, Traffic, Wrong, expect, expect_close, load
+from checks.link import Link
+from harness import LABS, Wrong, expect, expect_close, load
 from torch.utils._pytree import tree_leaves
 
 finished = load(LABS / "lab4_overlap.py")  # not the learner's
@@ -36,85 +33,6 @@ SP_ORDER = [
     ("start reduce_scatter", "wgrad", START),
     ("wgrad", "wait reduce_scatter", WAIT),
 ]
-
-
-class Link(TorchDispatchMode):
-    """A slow wire beside the processor, and a log of what happens when (times in seconds).
-
-    Inside it dist's collectives run on a thread of their own, one after the other, while the caller
-    goes on. Each takes seconds_per_byte for each of its bytes on the wire, after delay(), if any;
-    only then does it read and write its tensors. What it will receive into is NaN until then.
-
-    mode "overlapped"; "blocking": a start waits at once, as with async_op=False; "unwaited": wait()
-    does not. gemms {elements of the output: name}. After it:
-    log [(what, begin, end)]: "start all_gather", "wait all_gather", "dgrad", ..., in their order;
-    messages [(op, begin, end)]: when they travelled; traffic: message bytes; wire: bytes sent.
-    """
-
-    OPS = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather"}
-    OPS |= {"reduce_scatter_tensor": "reduce_scatter"}
-    if hasattr(dist, "all_gather_single"):  # their names since torch 2.13
-        OPS |= {"all_gather_single": "all_gather", "reduce_scatter_single": "reduce_scatter"}
-
-    def __init__(self, gemms, seconds_per_byte=0.0, delay=None, mode="overlapped"):
-        super().__init__()
-        self.gemms, self.mode = gemms, mode
-        self.seconds_per_byte, self.delay = seconds_per_byte, delay
-        self.log, self.messages, self.traffic, self.wire = [], [], Traffic(), 0
-
-    def __enter__(self):
-        self.thread, self.patches = ThreadPoolExecutor(1), ExitStack()
-        for name, op in self.OPS.items():
-            start = partial(self.start, getattr(dist, name), op)
-            self.patches.enter_context(mock.patch.object(dist, name, start))
-        return super().__enter__()
-
-    def __exit__(self, *problem):
-        super().__exit__(*problem)
-        self.thread.shutdown()  # what nobody waited for arrives too
-        self.patches.close()
-
-    def start(self, collective, op, *args, **kwargs):
-        given = inspect.signature(collective).bind(*args, **kwargs).arguments
-        async_op, group = given.pop("async_op", False), given.get("group") or dist.group.WORLD
-        tensors = [tensor for tensor in given.values() if isinstance(tensor, torch.Tensor)]
-        begin, message = time.perf_counter(), max(tensor.nbytes for tensor in tensors)
-        factor = 2 if op == "all_reduce" else 1  # it is a reduce-scatter and an all-gather
-        wire = factor * message * (group.size() - 1) // group.size()  # bytes that a rank sends
-        if tensors[0].untyped_storage().data_ptr() != tensors[-1].untyped_storage().data_ptr():
-            tensors[0].fill_(torch.nan)
-
-        def carry():
-            begin = time.perf_counter()
-            if self.delay:
-                self.delay()
-            time.sleep(self.seconds_per_byte * wire)
-            with self.traffic:  # a dispatch mode belongs to a thread
-                collective(**given)
-            self.wire += wire
-            self.messages.append((op, begin, time.perf_counter()))
-
-        arrival = self.thread.submit(carry)
-        self.note(f"start {op}", begin)
-        if self.mode == "blocking" or not async_op:
-            self.wait(op, arrival)
-        return SimpleNamespace(wait=partial(self.wait, op, arrival)) if async_op else None
-
-    def wait(self, op, arrival):
-        begin = time.perf_counter()
-        if self.mode != "unwaited":
-            arrival.result()
-        self.note(f"wait {op}", begin)
-
-    def note(self, what, begin):
-        self.log.append((what, begin, time.perf_counter()))
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        begin = time.perf_counter()
-        out = func(*args, **(kwargs or {}))
-        if func._opname in ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_"):
-            self.note(self.gemms.get(out.numel(), "another GEMM"), begin)
-        return out
 
 
 # Copied from tp.py
@@ -351,76 +269,18 @@ CHECKS = {
 }
 
 
-# --------------------------------------------------------------------------------------------------
-# Sabotage: bugs that the checks have to catch, for --inject-bug
-# --------------------------------------------------------------------------------------------------
-
-
-class OtherDist:
-    """torch.distributed for a lab, with some functions replaced."""
-
-    def __init__(self, **replaced):
-        vars(self).update(replaced)
-
-    def __getattr__(self, name):
-        return getattr(dist, name)
-
-
-def replace_collectives(lab, change):
-    """Have the lab call change(name, *tensors, **options) for each of the link's collectives."""
-    lab.dist = OtherDist(**{name: partial(change, name) for name in Link.OPS})
+# Bugs for --inject-bug: the checks have to catch every one
 
 
 def waits_at_once(lab):
     """Every message is waited for where it starts: nothing overlaps, all values right."""
 
-    def change(name, *tensors, **options):
+    def at_once(name, *tensors, **options):
         getattr(dist, name)(*tensors, **options | {"async_op": False})
         return SimpleNamespace(wait=lambda: None)
 
-    replace_collectives(lab, change)
-
-
-def leaves_when_waited_for(lab):
-    """A message starts only when it is waited for: nothing overlaps, all values right."""
-
-    def change(name, *tensors, async_op=False, **options):
-        send = partial(getattr(dist, name), *tensors, **options)
-        return SimpleNamespace(wait=send) if async_op else send()
-
-    replace_collectives(lab, change)
-
-
-def never_waits(lab):
-    """Nothing waits for a message."""
-
-    def change(name, *tensors, **options):
-        getattr(dist, name)(*tensors, **options)
-        return SimpleNamespace(wait=lambda: None)
-
-    replace_collectives(lab, change)
-
-
-def dx_not_summed(lab):
-    """The all-reduce brings every rank its own dx."""
-
-    def change(name, *tensors, **options):
-        tensors = [torch.clone(t) for t in tensors] if name == "all_reduce" else tensors
-        return getattr(dist, name)(*tensors, **options)
-
-    replace_collectives(lab, change)
-
-
-def gathered_input_kept(lab):
-    """The gathered x is kept for the backward beside the shard."""
-    right = lab.SPLinear.forward
-
-    def forward(ctx, x, weight, bias, group):
-        y = right(ctx, x, weight, bias, group)
-        ctx.total = x.repeat(group.size(), 1, 1)
-        return y
-
-    lab.SPLinear.forward = staticmethod(forward)
+    replaced = {name: partial(at_once, name) for name in Link.OPS}
+    lab.dist = SimpleNamespace(**vars(dist) | replaced)
 
 
 def dx_in_shared_buffer(lab):
@@ -432,33 +292,6 @@ def dx_in_shared_buffer(lab):
         return lab.BUFFER.get_tensor(dx.shape, dx.dtype, "mpu").copy_(dx), *rest
 
     lab.SPLinear.backward = staticmethod(backward)
-
-
-def buffer_never_reused(lab):
-    """Every get_tensor() allocates."""
-    lab.GlobalMemoryBuffer.get_tensor = lambda self, shape, dtype, name: torch.empty(
-        shape, dtype=dtype
-    )
-
-
-def buffer_ignores_name(lab):
-    """Two names share memory."""
-    right = lab.GlobalMemoryBuffer.get_tensor
-    lab.GlobalMemoryBuffer.get_tensor = lambda self, shape, dtype, name: right(
-        self, shape, dtype, "mpu"
-    )
-
-
-def buffer_shrinks(lab):
-    """Memory is held for the latest shape instead of the largest."""
-    right = lab.GlobalMemoryBuffer.get_tensor
-
-    def get_tensor(self, shape, dtype, name):
-        if (name, dtype) in self.buffer and self.buffer[name, dtype].numel() > 2 * math.prod(shape):
-            del self.buffer[name, dtype]
-        return right(self, shape, dtype, name)
-
-    lab.GlobalMemoryBuffer.get_tensor = get_tensor
 
 
 def product_rounded(lab):
@@ -474,26 +307,4 @@ def product_rounded(lab):
     lab.weight_gradient = weight_gradient
 
 
-def main_grad_overwritten(lab):
-    """Each microbatch's gradient replaces what main_grad had."""
-    right = lab.weight_gradient
-
-    def weight_gradient(grad, x, main_grad):
-        return right(grad, x, main_grad if main_grad is None else main_grad.zero_())
-
-    lab.weight_gradient = weight_gradient
-
-
-BUGS = [
-    waits_at_once,
-    leaves_when_waited_for,
-    never_waits,
-    dx_not_summed,
-    gathered_input_kept,
-    dx_in_shared_buffer,
-    buffer_never_reused,
-    buffer_ignores_name,
-    buffer_shrinks,
-    product_rounded,
-    main_grad_overwritten,
-]
+BUGS = [waits_at_once, dx_in_shared_buffer, product_rounded]

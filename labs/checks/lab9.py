@@ -5,252 +5,36 @@ with its own sequences, against the same model on one device that has all of the
 compared too, at every step: AdamW alone would hide one that is too large by a factor.
 """
 
-import inspect
 import itertools
 import time
 import weakref
 from collections import Counter
 from functools import partial
-from textwrap import dedent
 from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
-from checks.lab1 import noted_waits
-from ranks import LABS, Traffic, Wrong, expect, expect_close, load
+from checks.tools import noted_waits
+from checks.zero import (
+    EXACT,
+    SIZES,
+    STEPS,
+    TOKENS,
+    attempt,
+    expect_equal,
+    expect_messages,
+    expected_bytes,
+    finished,
+    follow,
+    follow_both,
+    loss_of,
+    shard_of,
+    start,
+    unit_parameters,
+)
+from harness import Traffic, Wrong, expect, expect_close
 from torch import nn
-from torch.nn.utils import clip_grad_norm_, parameters_to_vector
+from torch.nn.utils import clip_grad_norm_
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-finished = load(LABS / "lab9_zero.py")  # not the learner's
-loss_of = finished.loss_of
-
-EXACT = 1e-9
-SIZE = "a collective's input or output is P times the other; a gradient is missing"
-STEPS, RATE, TOKENS = 3, 1e-2, 12
-SIZES = {"hidden_size": 20, "intermediate_size": 27, "num_hidden_layers": 3, "vocab_size": 37}
-SIZES |= {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 4}
-
-
-class Norm(LlamaRMSNorm):
-    """RMSNorm in the dtype of its input; HF's computes in float32 whatever comes."""
-
-    def forward(self, x):
-        return self.weight * x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
-
-
-class Scaled(LlamaForCausalLM):
-    """LLaMA whose logits are scaled by one more parameter, of one number: less than a rank each."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.scale = nn.Parameter(torch.tensor([1.3]))
-
-    def forward(self, *args, **kwargs):
-        out = super().forward(*args, **kwargs)
-        out.logits = out.logits * self.scale
-        return out
-
-
-def build(seed, tied):
-    """The small model in float64, the same on every rank."""
-    torch.manual_seed(seed)
-    model = Scaled(LlamaConfig(**SIZES, tie_word_embeddings=tied)).double()
-    for module in model.modules():
-        if isinstance(module, LlamaRMSNorm):
-            module.__class__ = Norm
-            nn.init.normal_(module.weight, mean=1, std=0.1)
-    return model
-
-
-def unit_parameters(model):
-    """[parameters of the root unit, of each layer's], as make_units() takes them."""
-    layers = [list(layer.parameters()) for layer in model.model.layers]
-    inside = {id(p) for layer in layers for p in layer}
-    return [[p for p in model.parameters() if id(p) not in inside], *layers]
-
-
-def one_device(seed, world, tied, backwards, max_norm=None):
-    """What one device makes of all ranks' sequences in STEPS steps of AdamW.
-
-    ids [rank][backward] (1, s), sizes of the units; of each step: its loss, by unit the flat
-    gradient before clipping, that of each rank's sequences alone, the weights after the step.
-    """
-    model = build(seed, tied)
-    units = unit_parameters(model)
-    numbers = torch.Generator().manual_seed(seed)
-    draw = partial(torch.randint, SIZES["vocab_size"], (1, TOKENS), generator=numbers)
-    case = SimpleNamespace(ids=[[draw() for _ in range(backwards)] for _ in range(world)], steps=[])
-    case.sizes = [sum(p.numel() for p in unit) for unit in units]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, foreach=False)
-    for _ in range(STEPS):
-        step = SimpleNamespace(own=[], losses=[])
-        for mine in case.ids:
-            loss = sum(loss_of(model, ids) for ids in mine) / backwards
-            grads = iter(torch.autograd.grad(loss, [p for unit in units for p in unit]))
-            step.own.append([torch.cat([next(grads).flatten() for _ in unit]) for unit in units])
-            step.losses.append(loss.detach())
-        step.grads = [sum(parts) / world for parts in zip(*step.own)]
-        for unit, flat in zip(units, step.grads):
-            for p, part in zip(unit, flat.split([p.numel() for p in unit])):
-                p.grad = part.view_as(p).clone()
-        if max_norm:
-            clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-        step.weights = [parameters_to_vector(unit).detach().clone() for unit in units]
-        case.steps.append(step)
-    return case
-
-
-def shard_of(size, rank, world):
-    """(start, end) of a rank's shard without its padding."""
-    c = -(-size // world)
-    return min(rank * c, size), min((rank + 1) * c, size)
-
-
-def expected_bytes(sizes, world, stage, backwards, width=8):
-    """{collective: message bytes of a step}; the root unit is the first."""
-    padded = [width * (size + -size % world) for size in sizes]
-    if stage == 0:
-        return {"all_reduce": sum(padded)}
-    times = backwards if stage > 1 else 1
-    gathered = times * (2 * sum(padded) - padded[0]) if stage == 3 else sum(padded)
-    return {"reduce_scatter": times * sum(padded), "all_gather": gathered}
-
-
-def expect_messages(what, traffic, wanted):
-    """Raise Wrong where a collective moves more than wanted, or one that is not wanted."""
-    for op, (calls, nbytes) in traffic.ops.items():
-        found = f"{what}: {op} moves {nbytes} bytes in {calls} calls; {wanted.get(op, 0)} will do"
-        expect(nbytes <= wanted.get(op, 0), found)
-
-
-def gradient_hints(step, unit, rank, part):
-    """{hint: the gradient that a usual mistake gives}, of a rank's shard of a unit."""
-    world, right, own = len(step.own), step.grads[unit][part], step.own[rank][unit][part]
-    hints = {"divided by P twice: it is the mean already": right / world}
-    hints |= {"the mean over the ranks is wanted, not the sum": right * world}
-    alone = "these are the own sequences' gradients: reduce-scatter those of all ranks"
-    return hints | {alone: own, f"{alone}, then divide": own / world}
-
-
-def start(lab, group, stage, seed, tied):
-    """(model, units, optimizer) of the learner's, in a stage."""
-    model = build(seed, tied)
-    units = lab.make_units(model, group, stage)
-    masters = [unit.master for unit in units]
-    for i, (unit, master) in enumerate(zip(units, masters)):
-        first, last = shard_of(unit.size, group.rank(), group.size())
-        name, kind = f"master of unit {i}", type(master).__name__
-        expect(isinstance(master, nn.Parameter), f"{name} is {kind}", "a Parameter")
-        found = f"{name} has {master.numel()} numbers, {last - first} are parameters"
-        expect(master.numel() == last - first, found, "no optimizer state for padding or others")
-        shard, mine = (t.untyped_storage().data_ptr() for t in (unit.shard, master))
-        hint = "a step has to change the shard: a view of it, not a copy"
-        expect(mine == shard, f"{name} has memory of its own", hint)
-    return model, units, torch.optim.AdamW(masters, lr=RATE, foreach=False)
-
-
-def follow(lab, group, stage, seed, tied, backwards, max_norm=None, watch=None):
-    """Train STEPS steps in a stage, each held against one device; returns the largest error.
-
-    watch(model, units, traffic) may look on; what it returns judges what it saw.
-    """
-    rank, world, worst = group.rank(), group.size(), 0
-    case = one_device(seed, world, tied, backwards, max_norm)
-    model, units, optimizer = start(lab, group, stage, seed, tied)
-    parts = [slice(*shard_of(size, rank, world)) for size in case.sizes]
-    name, kept = f"ZeRO-{stage} on {world} ranks", []  # kept: the gradients that AdamW sees
-
-    def note(*_):
-        kept[:] = [None if u.master.grad is None else u.master.grad.clone() for u in units]
-
-    optimizer.register_step_pre_hook(note)
-    hint = "a parameter is empty, or full None, where it is needed" if stage == 3 else SIZE
-    wanted = expected_bytes(case.sizes, world, stage, backwards)
-    wanted |= {"all_reduce": 8} if max_norm else {}
-    for number, step in enumerate(case.steps):
-        where = f"{name}, step {number + 1}"
-        with Traffic() as traffic:
-            judge = watch(model, units, traffic) if watch else None
-            args = model, units, optimizer, case.ids[rank], max_norm
-            loss = attempt(where, hint, lab.train_step, *args)
-        if judge:
-            judge()
-        right = step.losses[rank]
-        expect_equal(f"{where}: the loss", loss, right, {}, astray(stage, number, "loss"))
-        for i, (mine, part) in enumerate(zip(kept, parts)):
-            what = f"{where}: the gradient of unit {i}"
-            expect(mine is not None, f"{what} is missing", "set master.grad to the own part")
-            if not max_norm:  # check_clip compares what is clipped
-                hints, otherwise = gradient_hints(step, i, rank, part), astray(stage, number, "")
-                off = expect_equal(what, mine, step.grads[i][part], hints, otherwise)
-                worst = max(worst, off)
-        worst = max(worst, expect_weights(where, units, step.weights, parts))
-        expect_messages(where, traffic, wanted)
-    state = [optimizer.state[unit.master] for unit in units]
-    averages = sum(each[key].numel() for each in state for key in ("exp_avg", "exp_avg_sq"))
-    most = 2 * sum(part.stop - part.start for part in parts)
-    expect(averages == most, f"{averages} numbers of optimizer state, not {most}")
-    return worst
-
-
-def attempt(what, hint, function, *args):
-    """function(*args); an error inside becomes Wrong, with a hint."""
-    try:
-        return function(*args)
-    except (RuntimeError, AttributeError, TypeError, ValueError) as problem:
-        if isinstance(problem, NotImplementedError):
-            raise
-        first = str(problem).partition("\n")[0]
-        raise Wrong(f"{what} fails, {type(problem).__name__}: {first}", hint) from problem
-
-
-def expect_equal(what, mine, right, hints, otherwise):
-    """expect_close() of EXACT, with a hint too where the tensor is none of the known wrong ones."""
-    try:
-        return expect_close(what, mine, right, EXACT, hints)
-    except Wrong as wrong:
-        raise Wrong(wrong.found, wrong.hint or otherwise) from None
-
-
-def astray(stage, number, what):
-    """A hint for a loss or gradient ("what") that is wrong in step number, from 0, first of all."""
-    if what == "loss":
-        return "the parameters are not all ranks' shards in their order, as they are now"
-    if stage < 3:
-        return "the gradients of all the step's backwards, of all parameters, once each"
-    if number == 0:
-        return "the loss is right: unpack() finds another tensor than was saved (strides, offset)"
-    return "right before the first update: the backward uses weights that were gathered before it"
-
-
-def expect_weights(what, units, weights, parts):
-    """Raise Wrong unless all that a rank holds of the parameters is as on one device; the error."""
-    worst = 0
-    for i, (unit, right, part) in enumerate(zip(units, weights, parts)):
-        name, mine = f"{what}: unit {i}, the own shard", unit.shard[: unit.own]
-        worst = max(worst, expect_close(name, mine, right[part], EXACT))
-        if unit.stage < 3:
-            full = torch.cat([p.detach().flatten() for p in unit.params])
-            hint = "the own shard is right, the others are not: every rank needs all shards in full"
-            expect_equal(f"{what}: unit {i} after publish()", full, right, {}, hint)
-    return worst
-
-
-def follow_both(lab, group, stage, seed, watch=None):
-    """On all ranks with two backwards a step, and on two of them with tied embeddings: a report."""
-    pair = dist.new_group([1, 2])  # its rank 0 is rank 1 of all
-    worst = follow(lab, group, stage, seed, False, 2, watch=watch)
-    if group.rank() in (1, 2):
-        worst = max(worst, follow(lab, pair, stage, seed, True, 1, watch=watch))
-    return f"{STEPS} steps on 2 and {group.size()} ranks, gradients, weights off by {worst:.0e}"
-
-
-# --------------------------------------------------------------------------------------------------
-# The checks
-# --------------------------------------------------------------------------------------------------
 
 
 def check_flat(lab, group, seed):
@@ -333,13 +117,15 @@ def expect_memory(lab, config, sizes, tokens):
 def memory_hint(part, found, sizes, world, c):
     """What a wrong number of numbers comes of; c: the units' shards with padding."""
     n = sum(sizes)
-    usual = dict.fromkeys((n, n // world, -(-n // world)), "each unit is padded by itself")
+    joined = -(-n // world)  # a shard of all units, if they were one
+    usual = dict.fromkeys((n, n // world, joined, world * joined), "each unit is padded by itself")
     if part == "optimizer":
         usual = {sum(c): "AdamW has two averages", 2 * sum(c): "padding has no optimizer state"}
         usual |= {2 * n: "from ZeRO-1 on a rank updates its shard alone"}
     elif part == "gathered":
         usual = {(world - 1) * c[0]: "the vector is gathered whole, the own shard is in it too"}
-        usual |= {world * sum(c): "of layers none is there then, only the root unit"}
+        none = "of layers none is there then, only the root unit"
+        usual |= {world * sum(c): none, world * (c[0] + c[-1]): none}
     return usual.get(found, "")
 
 
@@ -541,6 +327,9 @@ def check_clip(lab, group, seed):
         expect(norm is not None, f"{name} is None", "return it")
         hints = {"every rank has its shard's part: the squares add up over ranks": norms[rank]}
         hints |= {"squares add up over the ranks, norms do not": sum(norms)}
+        each = [sum(shard.norm() for shard in shards) for shards in (ranks if stage else [whole])]
+        of_units = torch.stack(each).norm()
+        hints |= {"squares add up over the units, norms do not": of_units}
         hints |= {"the root of the sum of squares": right.square()}
         hints |= {"in stage 0 every rank has all gradients": right * world**0.5}
         expect_close(name, torch.as_tensor(norm).reshape(()).double(), right, EXACT, hints)
@@ -567,79 +356,32 @@ CHECKS = {
 }
 
 
-# --------------------------------------------------------------------------------------------------
-# Sabotage: bugs that the checks have to catch, for --inject-bug
-# --------------------------------------------------------------------------------------------------
-
-
-def edit(lab, name, changes):
-    """Give lab the finished lab's function, or Unit's, with pieces replaced: {right: wrong}."""
-    home, target = (finished.Unit, lab.Unit) if hasattr(finished.Unit, name) else (finished, lab)
-    source = dedent(inspect.getsource(getattr(home, name)))
-    for right, wrong in changes.items():
-        assert right in source, f"{right} is not in {name}"
-        source = source.replace(right, wrong)
-    made = {}
-    exec(source, vars(lab), made)
-    setattr(target, name, made[name])
-
-
-def padding_counted(lab):
-    """Of a shard that is partly padding all numbers count as parameters."""
-    edit(lab, "held", {"min(max(size - start, 0), c)": "c"})
+# Bugs for --inject-bug: the checks have to catch every one
 
 
 def averaged_twice(lab):
     """The reduced gradient is divided by P twice; AdamW's steps hardly show it."""
-    edit(lab, "finish", {"mine[: self.own] / world": "mine[: self.own] / world / world"})
+    right = lab.Unit.finish
 
+    def finish(self):
+        right(self)
+        self.master.grad /= self.group.size()
 
-def state_of_the_padding(lab):
-    """The optimizer gets the whole shard, padding included."""
-    edit(lab, "set_master", {"self.shard[: self.own]": "self.shard"})
+    lab.Unit.finish = finish
 
 
 def not_published(lab):
     """Each rank updates its shard, and nobody tells the others."""
-    edit(lab, "publish", {"dist.all_gather_into_tensor(self.full, self.shard, group=": "id("})
-
-
-def sent_too_early(lab):
-    """Shards are updated by what has arrived first: each gradient sends what is there."""
-    there = "[torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]"
-    edit(lab, "arrived", {"if any(": "if all(", "[p.grad for p in self.params]": there})
-
-
-def last_backward_only(lab):
-    """A backward's gradients replace those of the step's earlier backwards."""
-    edit(lab, "arrived", {"+= mine": "= mine + 0 * self.shard_grad"})
-
-
-def autograd_keeps_all(lab):
-    """Autograd saves views of full, so that no gathered layer is freed before its backward."""
-    edit(lab, "pack", {"tensor.size(), tensor.stride(), tensor.storage_offset()": "tensor"})
-
-
-def stale_weight(lab):
-    """The backward computes with the weights that its first gather brought: the loss is right."""
-    edit(lab, "unpack", {"self.full": "self.__dict__.setdefault('first', self.full.clone())"})
-
-
-def waits_at_once(lab):
-    """A gather is awaited where it begins: nothing travels while a layer computes."""
-    edit(lab, "begin", {"**how)": "**how)\n        self.coming[1].wait()"})
-
-
-def gathered_late(lab):
-    """Nobody looks ahead: each layer's gather begins when the layer wants to compute."""
-    edit(lab, "run", {"self.after.begin()": "pass", "self.before.begin()": "pass"})
+    lab.Unit.publish = lambda self: None
 
 
 def local_norm(lab):
     """Each rank clips by the norm of its own shards: another factor on every rank."""
-    edit(lab, "clip", {"if sharded:": "if False:"})
+
+    def clip(units, max_norm):
+        return clip_grad_norm_([unit.master for unit in units], max_norm)
+
+    lab.clip = clip
 
 
-BUGS = [padding_counted, averaged_twice, state_of_the_padding, not_published]
-BUGS += [sent_too_early, last_backward_only, autograd_keeps_all, stale_weight, waits_at_once]
-BUGS += [gathered_late, local_norm]
+BUGS = [averaged_twice, not_published, local_norm]

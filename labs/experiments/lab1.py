@@ -6,8 +6,10 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from checks.lab1 import appears, counted, gather_and_add, shared_folder
-from ranks import on_ranks, table
+from checks.lab1 import counted, gather_and_add
+from checks.tools import appears, shared_folder
+from harness import on_ranks, table
+from pictures import BLUE, GREY, RED, picture
 from torch.distributed import _functional_collectives as functional
 
 COSTS = {  # steps, and bytes that each of P ranks sends of a message of n
@@ -39,13 +41,8 @@ def count(group, lab):
         for name, *call in runs:
             _, traffic = counted(*call, ranks)
             steps, sent = traffic.ops["send"]
-            row = {
-                "operation": name,
-                "ranks": world,
-                "message": x.nbytes,
-                "steps": steps,
-                "bytes": sent,
-            }
+            row = {"operation": name, "ranks": world, "message": x.nbytes}
+            row |= {"steps": steps, "bytes": sent}
             row["expected_steps"], row["expected_bytes"] = COSTS[name](world, x.nbytes)
             rows.append(row)
     return rows
@@ -202,9 +199,8 @@ def show_reads():
     table(["rank 0 reads 1 + 10 while rank 1 is late", "value", "", "waited, s"], *rows)
     print(f"  isend(x), then x = 0 before work.wait(): a 1 was sent, a {overwritten:.0f} arrives")
     expected = dict.fromkeys(STALE, 1) | dict.fromkeys(SAFE, 11)
-    off = [
-        f"{name} gives {value:g}" for name, value, _ in reads if expected.get(name, value) != value
-    ]
+    wrong = [(name, value) for name, value, _ in reads if expected.get(name, value) != value]
+    off = [f"{name} gives {value:g}" for name, value in wrong]
     rows = [{"read": name, "value": value, "seconds": took} for name, value, took in reads]
     return {"reads": rows, "overwritten": overwritten}, off
 
@@ -265,48 +261,35 @@ def crossing(P, a, b):
 
 def draw(results, path):
     """Time against message size: points measured, lines from the fit of one exchange."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     timed, (a, b) = results["time"], results["fit"].values()
     P, sizes = timed["ranks"], timed["bytes"]
     grid = [sizes[0] * (sizes[-1] / sizes[0]) ** (i / 100) for i in range(101)]
-    looks = {
+    ways = {  # name: label, marker, colour, seconds of each size of the grid
         "gather_and_add": (
-            "all-reduce, gather and add",
-            "^",
-            "#D55E00",
-            lambda n: (P - 1) * (a + b * n),
+            ("all-reduce, gather and add", "^", RED),
+            [(P - 1) * (a + b * n) for n in grid],
         ),
         "ring_all_reduce": (
-            "all-reduce, ring",
-            "s",
-            "#0072B2",
-            lambda n: 2 * (P - 1) * (a + b * n / P),
+            ("all-reduce, ring", "s", BLUE),
+            [2 * (P - 1) * (a + b * n / P) for n in grid],
         ),
-        "exchange": ("one exchange", "o", "#666666", lambda n: a + b * n),
+        "exchange": (("one exchange", "o", GREY), [a + b * n for n in grid]),
     }
-    figure, axis = pyplot.subplots(figsize=(8, 5))
-    for name, (label, marker, color, model) in looks.items():
-        axis.plot(
-            sizes, [1e3 * t for t in timed["seconds"][name]], marker, color=color, label=label
-        )
-        axis.plot(grid, [1e3 * model(n) for n in grid], color=color, lw=1)
-    axis.set(xscale="log", yscale="log", xlabel="message, bytes", ylabel="time, ms")
-    axis.set_ylim(top=5 * axis.get_ylim()[1])  # room for the legend
-    axis.yaxis.set_major_formatter("{x:g}")
-    axis.yaxis.set_minor_formatter("")
-    axis.set_title(f"Few steps or few bytes: {crossing(P, a, b)}", loc="left")
-    fitted = f"a = {1e6 * a:.0f} us, 1/b = {1e-9 / b:.2f} GB/s ({P} ranks, gloo)"
-    label = f"lines: a + b n a step, fitted to one exchange\n{fitted}"
-    axis.plot([], [], "k-", lw=1, label=label)
-    axis.legend(frameon=False)
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with picture(path, [["time"]], (8, 5)) as axes:
+        axis = axes["time"]
+        for name, ((label, marker, colour), model) in ways.items():
+            measured = [1e3 * seconds for seconds in timed["seconds"][name]]
+            axis.plot(sizes, measured, marker, color=colour, label=label)
+            axis.plot(grid, [1e3 * seconds for seconds in model], color=colour, lw=1)
+        axis.set(xscale="log", yscale="log", xlabel="message, bytes", ylabel="time, ms")
+        axis.set_ylim(top=5 * axis.get_ylim()[1])  # room for the legend
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("")
+        axis.set_title(f"Few steps or few bytes: {crossing(P, a, b)}", loc="left")
+        fitted = f"a = {1e6 * a:.0f} us, 1/b = {1e-9 / b:.2f} GB/s ({P} ranks, gloo)"
+        label = f"lines: a + b n a step, fitted to one exchange\n{fitted}"
+        axis.plot([], [], "k-", lw=1, label=label)
+        axis.legend(frameon=False)
 
 
 def add_options(parser):

@@ -7,20 +7,39 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from checks.lab2 import Kept, all_reduce, megatron_label_smoothing, real_tokens, split, tokens_of
-from ranks import Traffic, on_ranks, positive, table
+from checks.lab2 import all_reduce, real_tokens, split, tokens_of
+from checks.tools import Kept
+from cli import positive
+from harness import Traffic, on_ranks, table
+from pictures import RANKS, draw_matrix, picture
 from torch import nn
 
 HIDDEN, FEATURES = 96, 383  # of the MLP; nothing divides 383
 VOCAB, TOKENS = 1000, 64  # of the label smoothing
 
 
+def megatron_label_smoothing(logits, target, start, end, alpha):
+    """Megatron-LM's label smoothing on a rank with columns [start, end): loss (...), dx (..., v/P).
+
+    It means 1 - alpha at the target and alpha / (v - 1) everywhere else, which is torch's
+    definition with alpha v / (v - 1). But in megatron/core/tensor_parallel/cross_entropy.py K, its
+    v, is the width of the rank's own shard, and the mean is over that shard alone. logits (..., v)
+    are given whole here, because what it sums over all ranks it sums rightly.
+    """
+    K = end - start
+    smoothing = alpha * K / (K - 1)
+    log_probs = logits.log_softmax(-1)
+    nll = -log_probs.gather(-1, target[..., None])[..., 0]
+    own = log_probs[..., start:end]
+    loss = (1 - smoothing) * nll - smoothing * own.mean(-1)
+    at_target = F.one_hot(target, logits.shape[-1])[..., start:end]
+    return loss, own.exp() - (1 - smoothing) * at_target - smoothing / K
+
+
 def smoothing_on_rank(group, lab, seed, alpha):
     """This rank's row of the label smoothing experiment."""
     generator = torch.Generator().manual_seed(seed)
-    zipf = -torch.arange(
-        1, VOCAB + 1
-    ).log()  # frequent tokens have low ids, as in the vocabularies of BPE
+    zipf = -torch.arange(1, VOCAB + 1).log()  # frequent tokens have low ids, as in BPE
     logits = zipf + torch.randn(TOKENS, VOCAB, generator=generator)
     target = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
     start, end = lab.vocab_range(VOCAB, group.rank(), group.size())
@@ -74,11 +93,8 @@ def label_smoothing(lab, args):
     return rows, off
 
 
-TP, SP, SP_AGAIN = (
-    "tensor parallel",
-    "+ sequence parallel",
-    "+ x gathered again",
-)  # ways to cut an MLP
+# Ways to cut an MLP
+TP, SP, SP_AGAIN = "tensor parallel", "+ sequence parallel", "+ x gathered again"
 
 
 def mlp_expected(way, length, world, width):
@@ -94,13 +110,9 @@ def mlp_expected(way, length, world, width):
         return {"kept_x": x, "kept_inside": inside, "forward": reduced, "backward": reduced}
     if way == SP:
         return {"kept_x": x, "kept_inside": inside, "forward": scattered, "backward": scattered}
-    gathered_again = scattered | {"all_gather": [2, 2 * x]}
-    return {
-        "kept_x": x // world,
-        "kept_inside": inside,
-        "forward": scattered,
-        "backward": gathered_again,
-    }
+    backward = scattered | {"all_gather": [2, 2 * x]}
+    kept = {"kept_x": x // world, "kept_inside": inside}
+    return kept | {"forward": scattered, "backward": backward}
 
 
 def mlp_on_rank(group, lab, seed, length):
@@ -135,19 +147,16 @@ def mlp_on_rank(group, lab, seed, length):
         measured |= {"forward": forward.ops, "backward": backward.ops}
         count = length if way == TP else real_tokens(length, group)
         pairs = [(out[:, :count], own(y)[:, :count]), (mine.grad, own(x.grad))]
-        pairs += [
-            (first.weight.grad, up.weight.grad[start:end]),
-            (first.bias.grad, up.bias.grad[start:end]),
-        ]
+        pairs += [(first.weight.grad, up.weight.grad[start:end])]
+        pairs += [(first.bias.grad, up.bias.grad[start:end])]
         pairs += [(second.weight.grad, down.weight.grad[:, start:end])]
         pairs += [(second.bias.grad, down.bias.grad)] if rank == 0 else []
         errors = [(torch.norm(a - b) / torch.norm(b).clamp(min=1e-30)).item() for a, b in pairs]
         most = mlp_expected(way, length, world, end - start)
-        as_expected = all(
-            nbytes <= most[phase].get(op, [0, 0])[1]
-            for phase in ("forward", "backward")
-            for op, (_, nbytes) in measured[phase].items()
-        ) and (way != SP_AGAIN or measured["kept_x"] <= most["kept_x"])
+        as_expected = way != SP_AGAIN or measured["kept_x"] <= most["kept_x"]
+        for phase in "forward", "backward":
+            for op, (_, nbytes) in measured[phase].items():
+                as_expected &= nbytes <= most[phase].get(op, [0, 0])[1]
         rows.append({"ranks": world, "rank": rank, "way": way, "error": max(errors)})
         rows[-1] |= measured | {"as_expected": as_expected}
     return rows
@@ -178,9 +187,7 @@ def mlp(lab, args):
          short(r["forward"]), sent(r["forward"]), short(r["backward"]), sent(r["backward"])]
         for r in rows if r["rank"] == 0
     ))  # fmt: skip
-    print(
-        "\n  AR all-reduce, AG all-gather, RS reduce-scatter; on the wire an AR is an RS and an AG"
-    )
+    print("\n  AR all-reduce, AG all-gather, RS reduce-scatter; on the wire AR is an RS and an AG")
     off = []
     for row in rows:
         where = f"{row['way']} on rank {row['rank']} of {row['ranks']}"
@@ -208,50 +215,30 @@ PREDICT = (
     ),
 )
 
-# Okabe and Ito's colours: rank 0, 1, 2
-COLOURS = "#0072B2", "#E69F00", "#009E73"
-
 
 def draw(results, path):
     """The picture of --plot: who holds what, what the MLP keeps, Megatron's smoothing."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, 2, figsize=(13, 9))
-    for axis in axes.flat:
-        axis.spines[["top", "right"]].set_visible(False)
-    draw_owned(axes[0, 0], pyplot.Rectangle)
-    draw_kept(axes[0, 1], [row for row in results["mlp"] if row["rank"] == 0])
-    draw_smoothing(axes[1, 0], axes[1, 1], results["label_smoothing"])
-    figure.suptitle(f"{results['lab']}: colours are ranks")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    mosaic = [["held", "kept"], ["losses", "masses"]]
+    with picture(path, mosaic, (13, 9)) as axes:
+        draw_held(axes["held"])
+        draw_kept(axes["kept"], [row for row in results["mlp"] if row["rank"] == 0])
+        draw_smoothing(axes["losses"], axes["masses"], results["label_smoothing"])
+        axes["held"].figure.suptitle(f"{results['lab']}: colours are ranks")
 
 
-def draw_owned(axis, rectangle):
+def draw_held(axis):
     """The matrices as in x W, rows from the top, in the colours of the 3 ranks that hold them."""
     h, i, v, x = 3, 7, 8, 0
     sizes = {h: "h", i: "i", v: "v"}
-    matrices = [
-        ("embedding", v, h, 0),
-        ("$W_1$: columns", h, i, 1),
-        ("$W_2$: rows", i, h, 0),
-        ("head", h, v, 1),
-    ]
-    for name, height, width, cut in matrices:
-        for rank, colour in enumerate(COLOURS):
-            start, end = split((height, width)[cut], rank, 3)
-            corner = (x + start, -h) if cut else (x, -end)
-            extent = (end - start, h) if cut else (width, end - start)
-            axis.add_patch(rectangle(corner, *extent, facecolor=colour, edgecolor="white", lw=2))
+    matrices = [("embedding", v, h, 0), ("$W_1$: columns", h, i, 1)]
+    matrices += [("$W_2$: rows", i, h, 0), ("head", h, v, 1)]
+    for name, height, width, dim in matrices:
+        draw_matrix(axis, x, 0, height, width, 3, dim)
         axis.text(x + width / 2, 0.9, name, ha="center")
         axis.text(x + width / 2, 0.15, sizes[width], ha="center", style="italic")
         axis.text(x - 0.2, -height / 2, sizes[height], ha="right", va="center", style="italic")
         x += width + 2
-    for rank, colour in enumerate(COLOURS):
+    for rank, colour in enumerate(RANKS[:3]):
         axis.text(5 + 6 * rank, -v - 1.2, f"rank {rank}", color=colour, weight="bold")
     axis.set(xlim=(-1, x - 1), ylim=(-v - 1.5, 2), aspect="equal")
     axis.set_title("3 ranks share an MLP and a vocabulary", loc="left")
@@ -261,19 +248,16 @@ def draw_owned(axis, rectangle):
 def draw_kept(axis, rows):
     """What rank 0 keeps in each way, and beside it what it sends forward and backward."""
     places, left = range(len(rows)), [0] * len(rows)
-    for key, label, grey in (
-        ("kept_inside", "inside", "0.8"),
-        ("kept_x", "the MLP's input x", "0.4"),
-    ):
+    parts = ("kept_inside", "inside", "0.8"), ("kept_x", "the MLP's input x", "0.4")
+    for key, label, grey in parts:
         sizes = [row[key] / 2**10 for row in rows]
         axis.barh(places, sizes, left=left, color=grey, label=label)
         left = [a + b for a, b in zip(left, sizes)]
     for place, end, row in zip(places, left, rows):
         axis.text(end, place, f"  {short(row['forward'])} | {short(row['backward'])}", va="center")
     axis.set_yticks(places, [f"{row['ranks']} ranks\n{row['way']}" for row in rows])
-    axis.set(
-        xlim=(0, 1.45 * max(left)), xlabel="KiB kept by rank 0; beside: sent forward | backward"
-    )
+    axis.set_xlim(0, 1.45 * max(left))
+    axis.set_xlabel("KiB kept by rank 0; beside: sent forward | backward")
     axis.set_title("An MLP keeps 1/P of x only if it gathers again", loc="left")
     axis.legend(frameon=False, loc="lower right", ncols=2)
     axis.set_ylim(len(rows) + 0.3, -0.6)  # from the top, with room for the legend
@@ -285,22 +269,17 @@ def draw_smoothing(losses, masses, rows):
     losses.axhline(meant, color="black", lw=1)
     losses.text(1.1, meant, "one device", va="bottom")
     for row in rows:
-        losses.plot(row["ranks"], row["megatron"], "o", ms=9, color=COLOURS[row["rank"]])
+        losses.plot(row["ranks"], row["megatron"], "o", ms=9, color=RANKS[row["rank"]])
     losses.set(xticks=worlds, xlim=(0.5, 3.5), xlabel="ranks", ylabel="mean loss")
     losses.set_title("Label smoothing by Megatron's formula: every rank another loss", loc="left")
     first = [row["megatron_target_mass"] for row in rows if row["rank"] == 0]
     masses.plot(worlds, first, "o--", ms=9, color="0.4", label="Megatron's formula")
-    masses.plot(
-        worlds,
-        [row["target_mass"] for row in rows if row["rank"] == 0],
-        "ks-",
-        label="here, and torch",
-    )
+    ours = [row["target_mass"] for row in rows if row["rank"] == 0]
+    masses.plot(worlds, ours, "ks-", label="here, and torch")
     for world, mass in zip(worlds[1:], first[1:]):
         masses.text(world - 0.06, mass, f"{mass:.3f}", ha="right", va="bottom")
-    masses.set(
-        xticks=worlds, xlim=(0.5, 3.5), xlabel="ranks", ylabel="sum of q over the vocabulary"
-    )
+    masses.set(xticks=worlds, xlim=(0.5, 3.5), xlabel="ranks")
+    masses.set_ylabel("sum of q over the vocabulary")
     masses.set_title("and probabilities to learn that add up to more than 1", loc="left")
     masses.legend(frameon=False)
 
@@ -315,9 +294,6 @@ def fraction(text):
 
 def add_options(parser):
     """The options of this lab's own."""
-    parser.add_argument(
-        "--length", type=positive, default=512, help="tokens of the MLP experiment (512)"
-    )
-    parser.add_argument(
-        "--label-smoothing", type=fraction, default=0.1, help="of that experiment (0.1)"
-    )
+    add = parser.add_argument
+    add("--length", type=positive, default=512, help="tokens of the MLP experiment (512)")
+    add("--label-smoothing", type=fraction, default=0.1, help="of that experiment (0.1)")

@@ -6,21 +6,20 @@ else the exercise's check, which is given both ways.
 
 import importlib.metadata
 import math
-import time
 from functools import cache, partial
 from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from checks.lab3 import CHECKS, IGNORE, all_reduce, on_every_rank, short_lived
-from experiments.lab7 import Exchange, all_gather, reduce_scatter
-from ranks import Traffic, Wrong, on_ranks, table
+from checks.lab3 import CHECKS, IGNORE, all_reduce
+from checks.watching import short_lived
+from experiments.attention import Exchange, all_gather, reduce_scatter
+from harness import Traffic, Wrong, on_ranks, table
+from pictures import BLUE, GREY, RED, picture
 from torch import nn
-from torch.distributed import _functional_collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 RIGHT, WRONG = 1e-5, 1e-4  # error of a right way at most, of a wrong way at least
 ASKED = "f_per_projection"  # what the question at the end is about
@@ -83,8 +82,7 @@ def tensor_parallel(way, group, seed):
     """A step of the LLaMA cut as in tp.py, head whole. 2 all-reduces a layer are needed."""
     model, ids = tiny_llama(seed), tokens(seed)
     rank, world = group.rank(), group.size()
-    cut, enter = way["transposed_weights"], way["f_per_projection"]
-    leave = way["returned_tuples"]
+    cut, enter, leave = map(way.get, ("transposed_weights", "f_per_projection", "returned_tuples"))
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         for linear in (attention.q_proj, attention.k_proj, attention.v_proj):
@@ -186,104 +184,28 @@ def try_adam_hides_scale(way, group, seed):
     return {"loss": apart, "error": 1.0 if apart <= 0.01 else 0.0, "seen": seen}
 
 
-def try_rank_0_clock(way, group, seed):
-    """Two stages: rank 0 sends at once, rank 1 receives and works for 0.2 s."""
-
-    def step():
-        if group.rank() == 0:
-            dist.send(torch.ones(1000), 1, group=group)
-        else:
-            dist.recv(torch.empty(1000), 0, group=group)
-            time.sleep(0.2)
-
-    seconds = on_every_rank(way["rank_0_clock"](step, group), group)[0]
-    seen = f"rank 0 says {seconds * 1e3:.0f} of 200 ms"
-    return {"loss": None, "error": max(0.0, 1 - seconds / 0.2), "seen": seen}
-
-
-def told_autograd_kwargs(group):
-    """apply() takes no keywords at all"""
-
-    class Scale(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, factor):
-            return x * factor
-
-    try:
-        Scale.apply(torch.ones(1), factor=2)
-    except TypeError as problem:
-        return True, str(problem)
-    return False, "it takes those that forward() names, not **kwargs"
-
-
-def told_returned_tuples(group):
-    """LLaMA's attention returns 3 things"""
-    model, seen = tiny_llama(0), []
-    attention = model.model.layers[0].self_attn
-    attention.register_forward_hook(lambda module, args, out: seen.append(len(out)))
-    model(tokens(0))
-    return seen == [3], f"it returns {seen[0]}"
-
-
-def told_retain_grad(group):
-    """requires_grad_() raises if not a leaf"""
-    inner = torch.ones(1, requires_grad=True) * 2
-    try:
-        inner.requires_grad_()
-    except RuntimeError as problem:
-        return True, str(problem)
-    return False, "silent, without effect; only requires_grad_(False) raises"
-
-
-def told_stale_result(group):
-    """.item() of an AsyncCollectiveTensor is stale"""
-    dist.barrier(group)
-    time.sleep(0.2 * (group.rank() == 1))
-    total = _functional_collectives.all_reduce(torch.ones(1), "sum", group)
-    totals = on_every_rank(total.item(), group)
-    return min(totals) < group.size(), f"it waits: {totals[0]:g} of {group.size()}"
-
-
-def told_parallelize_order(group):
-    """it hangs on a model that is not on the device"""
-    model = nn.Sequential(nn.Linear(6, 8, device="meta"))
-    mesh = DeviceMesh.from_group(group, "cpu")
-    begin = time.perf_counter()
-    try:
-        parallelize_module(model, mesh, {"0": ColwiseParallel()})
-    except RuntimeError as problem:
-        return True, str(problem)
-    return False, f"back after {time.perf_counter() - begin:.2f} s, from meta to a CPU's mesh"
-
-
-PITFALLS = {  # name: (how both ways are let loose, the ranks that takes, what is told of it)
-    "transposed_weights": (try_transposed_weights, 2, None),
-    "copy_without_no_grad": (None, 1, None),  # None: by its check
-    "parallelize_order": (None, 2, told_parallelize_order),
-    "untied_weights": (try_untied_weights, 2, None),
-    "f_per_projection": (tensor_parallel, 2, None),
-    "returned_tuples": (tensor_parallel, 2, told_returned_tuples),
-    "autograd_kwargs": (None, 1, told_autograd_kwargs),
-    "retain_grad": (None, 1, told_retain_grad),
-    "local_positions": (sequence_parallel, 2, None),
-    "local_mask": (sequence_parallel, 2, None),
-    "chunk_boundary": (sequence_parallel, 2, None),
-    "loss_without_graph": (sequence_parallel, 2, None),
-    "adam_hides_scale": (try_adam_hides_scale, 1, None),
-    "stale_result": (None, 2, told_stale_result),
-    "adaptive_timing": (None, 2, None),
-    "rank_0_clock": (try_rank_0_clock, 2, None),
+TRIALS = {  # how both ways of a pitfall are let loose, on 2 ranks; of the others the check does it
+    "transposed_weights": try_transposed_weights,
+    "untied_weights": try_untied_weights,
+    "f_per_projection": tensor_parallel,
+    "returned_tuples": tensor_parallel,
+    "local_positions": sequence_parallel,
+    "local_mask": sequence_parallel,
+    "chunk_boundary": sequence_parallel,
+    "loss_without_graph": sequence_parallel,
+    "adam_hides_scale": try_adam_hides_scale,
 }
+RANKS = {name: 2 if name in TRIALS else world for name, (_, world) in CHECKS.items()}
 
 
 def let_loose(lab, name, kind, group, seed):
     """{"loss", "error", "seen"} of the wrong or the right way, all others being right."""
-    trial, way = PITFALLS[name][0], getattr(lab, f"{kind}_{name}")
-    ways = {other: getattr(lab, f"right_{other}") for other in PITFALLS} | {name: way}
+    way = getattr(lab, f"{kind}_{name}")
+    ways = {other: getattr(lab, f"right_{other}") for other in CHECKS} | {name: way}
     seen = {"loss": None, "error": 0.0}
     try:
-        if trial:
-            return trial(ways, group, seed)
+        if name in TRIALS:
+            return TRIALS[name](ways, group, seed)
         changed = SimpleNamespace(**vars(lab) | {f"right_{name}": way})
         return seen | {"seen": CHECKS[name][0](changed, group, seed)}
     except Wrong as wrong:
@@ -294,17 +216,14 @@ def let_loose(lab, name, kind, group, seed):
 
 
 def try_all(group, lab, names, seed):
-    """On this rank: {name: {"wrong", "right": what was seen, "told": (so it is, what is seen)}}."""
+    """On this rank: {name: {"wrong", "right": what was seen}}."""
     rows = {}
     for name in names:
-        _, ranks, told = PITFALLS[name]
         rows[name] = row = {}
         for kind in ("wrong", "right"):
             own = short_lived(group, 20)  # what goes wrong in it stays in it
-            if group.rank() < ranks:
+            if group.rank() < RANKS[name]:
                 row[kind] = let_loose(lab, name, kind, own, seed)
-        if told:
-            row["told"] = told(short_lived(group, 20))
     return rows
 
 
@@ -320,13 +239,11 @@ def short(text, width=48):
 
 def experiment(lab, args):
     """Both ways of each pitfall, and what is seen: {"versions", "pitfalls", "failed"}."""
-    names = list(dict.fromkeys([args.only, ASKED])) if args.only else list(PITFALLS)
+    names = list(dict.fromkeys([args.only, ASKED])) if args.only else list(CHECKS)
     ranks = on_ranks(2, try_all, lab, names, args.seed, timeout=120)
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
-    here = f"torch {versions['torch']}, transformers {versions['transformers']}"
     pitfalls, failed = {}, []
     rows = [["pitfall", "ranks", "the wrong way", "its loss", "the right way"]]
-    told = [["pitfall", "as it is told", "", f"with {here}"]]
     for name in names:
         row = pitfalls[name] = {}
         for kind in ("wrong", "right"):  # of the rank that is worst off
@@ -341,24 +258,14 @@ def experiment(lab, args):
             row["verdict"] = "no longer"
             wrong = f"no longer in torch {versions['torch']}: {wrong}"
         off = "" if loss is None else f"{loss:.1g} off"
-        rows.append([name, PITFALLS[name][1], short(wrong), off, short(right)])
-        if "told" in ranks[0][name]:
-            so, seen = row["told"] = ranks[0][name]["told"]
-            claim = PITFALLS[name][2].__doc__
-            told.append([name, claim, "so it is" if so else "not so", short(seen, 58)])
+        rows.append([name, RANKS[name], short(wrong), off, short(right)])
     table(*rows)
-    if len(told) > 1:
-        table(*told)
+    print(f"\n  with torch {versions['torch']}, transformers {versions['transformers']}")
     return {"versions": versions, "pitfalls": pitfalls, "failed": failed}
 
 
 def draw(results, path):
     """For each pitfall with numbers, how far the loss is off beside how far the gradient is."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     floor, rows = 1e-8, []  # float32: below it nothing can be seen
     for name, row in results["pitfalls"].items():
         loss, error = row["wrong"]["loss"], row["wrong"]["error"]
@@ -367,21 +274,17 @@ def draw(results, path):
     rows.sort(key=lambda row: row[1] / row[0])
     places = range(len(rows))
     losses, errors, names = zip(*rows) if rows else ((), (), ())
-    figure, axis = pyplot.subplots(figsize=(9, 1.8 + 0.45 * len(rows)))
-    axis.hlines(places, losses, errors, color="#999999", lw=2, zorder=1)
-    axis.scatter(losses, places, s=70, color="#0072B2", label="the loss is off by")
-    axis.scatter(errors, places, s=70, color="#D55E00", marker="D", label="the gradient is off by")
-    axis.set_yticks(places, names)
-    label = "relative to one device (1e-8 stands for exact)"
-    axis.set(xscale="log", xlim=(floor / 2, 10), xlabel=label)
-    axis.set_title("What the loss would have shown, and what is wrong", loc="left")
-    axis.set_axisbelow(True)
-    axis.grid(axis="x", color="#dddddd", lw=0.5)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2, frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with picture(path, [["pitfalls"]], (9, 1.8 + 0.45 * len(rows))) as axes:
+        axis = axes["pitfalls"]
+        axis.hlines(places, losses, errors, color=GREY, lw=2, zorder=1)
+        axis.scatter(losses, places, s=70, color=BLUE, label="the loss is off by")
+        axis.scatter(errors, places, s=70, color=RED, marker="D", label="the gradient is off by")
+        axis.set_yticks(places, names)
+        axis.set(xscale="log", xlim=(floor / 2, 10), xlabel="relative error (1e-8: exact)")
+        axis.set_title("What the loss would have shown, and what is wrong", loc="left")
+        axis.set_axisbelow(True)
+        axis.grid(axis="x", color="#dddddd", lw=0.5)
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2, frameon=False)
 
 
 PREDICT = (
@@ -394,5 +297,4 @@ PREDICT = (
 
 def add_options(parser):
     """The lab's own option."""
-    asked = f"let one pitfall loose, and {ASKED}, which the question is about"
-    parser.add_argument("--only", metavar="NAME", choices=PITFALLS, help=asked)
+    parser.add_argument("--only", metavar="NAME", choices=CHECKS, help="let one pitfall loose")

@@ -7,9 +7,12 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from checks.lab1 import appears, shared_folder
-from checks.lab4 import SP_ORDER, TP_ORDER, Link, expect_order, kept_storages, one_device
-from ranks import expect_close, on_ranks, positive, table
+from checks.lab4 import SP_ORDER, TP_ORDER, expect_order, kept_storages, one_device
+from checks.link import Link
+from checks.tools import appears, shared_folder
+from cli import positive
+from harness import expect_close, on_ranks, table
+from pictures import BLUE, GREY, ORANGE, SKY, picture
 
 TOKENS, HIDDEN, FEATURES = 512, 1024, 1920  # of the timed layer: 2 ranks, 960 output features each
 RATIOS = 0.25, 0.5, 1, 2, 4  # of the time of an all-gather to that of a GEMM
@@ -108,10 +111,8 @@ def timings(lab, args):
         if ratio == 1:
             middle = gains.index(statistics.median_low(gains))
             timelines[way] = dict(zip(["blocking", "overlapped"], pairs[middle][0]))
-    print(
-        f"\n{TOKENS} tokens, {HIDDEN} -> {FEATURES // 2} features on each of 2 ranks: a backward;"
-    )
-    print(f"a GEMM takes {1000 * gemm:.0f} ms; medians of {args.pairs} pairs, or 3")
+    print(f"\n{TOKENS} tokens, {HIDDEN} -> {FEATURES // 2} features on each of 2 ranks:")
+    print(f"a backward; a GEMM takes {1000 * gemm:.0f} ms; medians of {args.pairs} pairs, or 3")
     print("(messages / GEMMs and at best: of the blocking runs, were each message under its GEMM)")
     lines = [["", "messages / GEMMs", "blocking ms", "overlapped ms", "gain", "at best", "hidden"]]
     for row in rows:
@@ -237,36 +238,29 @@ def experiment(lab, args):
     return results | {"failed": early + kept}
 
 
-# Okabe and Ito's colours
-DGRAD, WGRAD, MESSAGE, OTHER = "#0072B2", "#56B4E9", "#E69F00", "#999999"
+DGRAD, WGRAD, MESSAGE = BLUE, SKY, ORANGE
 
 
 def draw(results, path):
     """When rank 0's messages and GEMMs ran, and the gain at each speed of the link."""
-    import matplotlib
+    with picture(path, [["timelines", "gains"]], (14, 5.5), width_ratios=[2.2, 1]) as axes:
+        draw_timelines(axes["timelines"], results["timelines"])
+        draw_gains(axes["gains"], [row for row in results["gains"] if row["way"] == "SP"])
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(14, 5.5), width_ratios=[2.2, 1])
-    draw_timelines(left, results["timelines"])
-    rows = [row for row in results["gains"] if row["way"] == "SP"]
+def draw_gains(axis, rows):
+    """The gain of overlap at each speed of the link, measured and at best."""
     finer = [2 ** (i / 16) for i in range(-40, 41)]
     curve = [(1 + ratio) / max(1, ratio) for ratio in finer]
-    right.plot(finer, curve, color=OTHER, label="at best: (C + M) / max(C, M)")
+    axis.plot(finer, curve, color=GREY, label="at best: (C + M) / max(C, M)")
     measured = [row["message_over_gemm"] for row in rows], [row["gain"] for row in rows]
-    right.plot(*measured, "o", color=DGRAD, label="measured, medians")
-    right.set_xscale("log", base=2)
-    right.set_xticks(RATIOS, [f"{ratio:g}" for ratio in RATIOS])
-    right.set_xlabel("M / C: time of the messages / of the GEMMs")
-    right.set_ylabel("blocking / overlapped time")
-    right.set(ylim=(0.7, 2.1), title="SP: the gain at other speeds of the link")
-    right.legend(loc="lower center")
-    for axis in left, right:
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    axis.plot(*measured, "o", color=DGRAD, label="measured, medians")
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(RATIOS, [f"{ratio:g}" for ratio in RATIOS])
+    axis.set_xlabel("M / C: time of the messages / of the GEMMs")
+    axis.set_ylabel("blocking / overlapped time")
+    axis.set(ylim=(0.7, 2.1), title="SP: the gain at other speeds of the link")
+    axis.legend(loc="lower center")
 
 
 def draw_timelines(axis, timelines):
@@ -303,5 +297,4 @@ PREDICT = (
 
 def add_options(parser):
     """The lab's own options."""
-    times = "timings of each way, blocking and not (7)"
-    parser.add_argument("--pairs", type=positive, default=7, help=times)
+    parser.add_argument("--pairs", type=positive, default=7, help="timings of each way (7)")

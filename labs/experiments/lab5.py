@@ -4,25 +4,16 @@ import argparse
 import os
 import sys
 
-import torch
 import torch.distributed as dist
-from checks.lab5 import (
-    FAMILIES,
-    LAYER,
-    SHAPE,
-    TOLERANCE,
-    against_one_device,
-    finished,
-    random_ids,
-    step,
-    tiny_model,
-)
-from ranks import Unusable, Wrong, on_ranks, table
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from checks.models import FAMILIES, against_one_device, random_ids, step, tiny_model
+from checks.styles import LAYER, TOLERANCE, finished
+from checks.tools import Kept
+from cli import UsageError
+from harness import Wrong, on_ranks, table
+from pictures import BLUE, GREEN, GREY, ORANGE, RED, SKY, picture
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
-from torch.testing._internal.distributed import fake_pg
 
 NEMO = "NeMo AutoModel's"
 
@@ -108,7 +99,7 @@ def families(lab, args):
     except Wrong as wrong:
         _, refused, message = wrong.found.partition("ValueError: ")
         if args.plan and refused:  # the user's plan, not the lab's
-            raise Unusable(message.rpartition(" (in: ")[0]) from None
+            raise UsageError(message.rpartition(" (in: ")[0]) from None
         raise
     if single:
         print(f"\nThe plan of {cases[0][0]}{' with sequence parallelism' if args.sp else ''}")
@@ -125,11 +116,6 @@ def families(lab, args):
     table(*lines)
     print("\n  messages: forward | backward. AR all-reduce, AG all-gather, RS reduce-scatter; 3 AR")
     print("  are the sharded loss's, of a number a token")
-    if not single:
-        gathered, sharded = logits_bytes(rows)
-        words = f"logits of 32 tokens, {SHAPE['vocab_size']} words"
-        print(f"\n  {words}: gathered (base plan) {gathered} bytes,")
-        print(f"  sharded under loss_parallel() {sharded}: three numbers a token")
     return rows, [found for found in map(what_is_off, rows) if found]
 
 
@@ -149,45 +135,10 @@ def what_is_off(row):
     return f"{name}: {', '.join(others[:3])}" if others else ""
 
 
-def logits_bytes(rows):
-    """(gathered, sharded): what lm_head and loss send. All else is the same in both plans."""
-    families = "llama", "mistral"
-    first = [next(r["forward"] for r in rows if r["family"] == name) for name in families]
-    sharded, gathered = first
-    return gathered["all_gather"][1], sharded["all_reduce"][1] - gathered["all_reduce"][1]
-
-
 def short(ops):
     """{op: [calls, bytes]} in a few letters: 5 AG 5 RS."""
     letters = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR", "all_to_all": "A2A"}
     return " ".join(f"{ops[op][0]} {letters.get(op, op)}" for op in sorted(ops)) or "none"
-
-
-class Saved(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the bytes that autograd keeps on this rank: each storage once, no weights."""
-
-    def __init__(self, model):
-        self.storages = {}
-        known = {on_this_rank(p).untyped_storage().data_ptr() for p in model.parameters()}
-
-        def note(tensor):
-            storage = on_this_rank(tensor).untyped_storage()
-            if storage.data_ptr() not in known:
-                self.storages[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        super().__init__(note, lambda tensor: tensor)
-
-    @property
-    def bytes(self):
-        return sum(self.storages.values())
-
-
-def on_this_rank(tensor):
-    """The plain tensor behind a DTensor, and behind one that is still under way."""
-    with torch.no_grad():
-        tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 MEASURED = {"hidden_size": 128, "intermediate_size": 448, "head_dim": 8, "num_attention_heads": 16}
@@ -202,8 +153,7 @@ def saved_and_sent(group, lab):
         model = tiny_model("llama", **MEASURED)
         plan = lab.llama_plan(model, way == GATHERED)
         lab.parallelize(model, mesh, plain_norms_plan(lab, model) if way == PLAIN else plan)
-        saved = Saved(model)
-        with saved:
+        with Kept(*model.parameters()) as saved:
             out = model.model(input_ids=ids, use_cache=False)  # whose graph keeps them
         found[way] = {"saved": saved.bytes}
         del out
@@ -212,21 +162,9 @@ def saved_and_sent(group, lab):
     return found
 
 
-def saved_on_many(group, lab, worlds):
-    """{P: saved_and_sent()} as rank 0 of P with silent peers: real shapes, messages, no values."""
-    dist.destroy_process_group()
-    found = {}
-    for world in worlds:
-        dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=world)
-        found[world] = saved_and_sent(None, lab)
-        dist.destroy_process_group()
-    return found
-
-
 def memory(lab):
     """What SP saves, in two styles, beside what is claimed of it; returns (rows, what is off)."""
-    real = on_ranks(2, saved_and_sent, lab)[0]
-    many = on_ranks(1, saved_on_many, lab, [2, 4, 8], timeout=120)[0]
+    many = {world: on_ranks(world, saved_and_sent, lab, timeout=120)[0] for world in (2, 4)}
     rows, off = [], []
     lines = [["ranks", "way", "bytes", "less than TP by", "claimed", "forward", "backward"]]
     for world, ways in many.items():
@@ -246,10 +184,6 @@ def memory(lab):
     print("\nWhat autograd keeps on a rank of a Llama's layers, and the messages of a step")
     table(*lines)
     print("\n  claimed: 0.5 (1 - 1/P), half of it all divided by P: a model that knows no style")
-    kept = ", ".join(str(found["saved"]) for found in real.values())
-    print(f"  2 real ranks keep {kept} bytes")
-    if real != many[2]:
-        off.append(f"2 real ranks keep {kept} bytes, and send: not what 1 with a silent peer does")
     return rows, off
 
 
@@ -271,24 +205,14 @@ def kind_of(row):
     return "Hugging Face's" if row["plan"].startswith("Hugging Face") else "this lab's"
 
 
-KINDS = {"NeMo AutoModel's plan": "#D55E00", "Hugging Face's": "#009E73", "this lab's": "#0072B2"}
+KINDS = {"NeMo AutoModel's plan": RED, "Hugging Face's": GREEN, "this lab's": BLUE}
 
 
 def draw(results, path):
     """Left: whose gradients are right. Right: what SP saves, beside the claim."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.8), width_ratios=(1.25, 1))
-    draw_errors(left, results["families"])
-    draw_savings(right, results["memory"])
-    for axis in left, right:
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with picture(path, [["errors", "savings"]], (12, 4.8), width_ratios=(1.25, 1)) as axes:
+        draw_errors(axes["errors"], results["families"])
+        draw_savings(axes["savings"], results["memory"])
 
 
 def draw_errors(axis, rows):
@@ -301,8 +225,8 @@ def draw_errors(axis, rows):
         if picked:
             places = [names.index(label) for label, _ in picked]
             axis.plot(errors, places, color=color, label=kind, **look)
-    axis.axvline(TOLERANCE, color="#999999", lw=1, ls="--")
-    axis.text(TOLERANCE, len(names) - 0.4, " tolerance", color="#666666", va="center")
+    axis.axvline(TOLERANCE, color=GREY, lw=1, ls="--")
+    axis.text(TOLERANCE, len(names) - 0.4, " tolerance", color=GREY, va="center")
     axis.set(xscale="log", yticks=range(len(names)), yticklabels=names, ylim=(len(names), -0.6))
     axis.set(xlabel="largest relative error of a parameter's gradient")
     axis.set_title("Plans: every gradient against one device", loc="left")
@@ -311,7 +235,7 @@ def draw_errors(axis, rows):
 
 def draw_savings(axis, rows):
     worlds = sorted({row["ranks"] for row in rows})
-    for shift, (way, color) in zip((-0.3, 0), {GATHERED: "#56B4E9", PLAIN: "#E69F00"}.items()):
+    for shift, (way, color) in zip((-0.3, 0), {GATHERED: SKY, PLAIN: ORANGE}.items()):
         savings = [100 * row["saving"] for row in rows if row["way"] == way]
         places = [x + shift for x in range(len(worlds))]
         bars = axis.bar(places, savings, 0.28, color=color, label=way)

@@ -2,19 +2,32 @@
 
 import argparse
 import math
-from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from checks.lab7 import EXACT, PLACEMENTS, draw_from, finished, pairs_in_tiles
-from ranks import Traffic, on_ranks, positive, table
+from checks.lab7 import pairs_in_tiles
+from checks.ring import EXACT, PLACEMENTS, draw_from, finished
+from cli import positive
+from experiments.attention import (
+    GATHER,
+    HEAD,
+    RING,
+    SP,
+    TOKENS,
+    ULYSSES,
+    attention_layer,
+    causal,
+    expected_wire,
+    project,
+)
+from harness import Traffic, on_ranks, table
+from pictures import PALE, picture
+from pictures import RANKS as COLOURS
 from torch.utils.flop_counter import FlopCounterMode
 
 CONTIGUOUS, ZIGZAG, TILE = finished.CONTIGUOUS, finished.ZIGZAG, finished.TILE
 RANKS, LONG = 4, 131_072  # of the balance; LONG: tokens where only the formula is asked
-TOKENS, HEAD = 256, 16  # of the comparison: tokens, numbers a head
-SP, ULYSSES, RING, GATHER = "SP", "Ulysses", "CP, ring", "CP, all-gather"
 
 
 def balance_on_rank(group, lab, seed, length):
@@ -69,95 +82,6 @@ def balance(lab, args):
     rows = [[placement, *(f"{time:.3f}" for time in times)] for placement, times in columns]
     table(["ranks", *long], *rows, ["(2P - 1) / P", *(f"{(2 * P - 1) / P:.3f}" for P in long)])
     return results | {"long": long}, off
-
-
-class Exchange(torch.autograd.Function):
-    """A collective, and the one that its backward is: y = there(x), dx = back(dy)."""
-
-    @staticmethod
-    def forward(ctx, x, there, back):
-        ctx.back = back
-        return there(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.back(grad), None, None
-
-
-def all_gather(x, dim, group):
-    """The ranks' x, one behind the other."""
-    parts = [x.new_empty(x.shape) for _ in range(group.size())]
-    dist.all_gather(parts, x.contiguous(), group=group)
-    return torch.cat(parts, dim)
-
-
-def reduce_scatter(x, dim, group):
-    """The rank's part of the sum of all ranks' x."""
-    x = x.movedim(dim, 0).contiguous()
-    out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
-    dist.reduce_scatter_tensor(out, x, group=group)
-    return out.movedim(0, dim)
-
-
-def all_to_all(x, cut, join, group):
-    """Part r of dim cut goes to rank r; what arrives is joined along dim join."""
-    x = torch.stack(x.chunk(group.size(), cut))
-    out = torch.empty_like(x)
-    dist.all_to_all_single(out, x, group=group)
-    return torch.cat(out.unbind(), join)
-
-
-causal = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
-
-
-def project(x, *weights):
-    """x (b, n, h) by each weight (heads * HEAD, h): [(b, heads, n, HEAD)]."""
-    return [F.linear(x, w).unflatten(-1, (-1, HEAD)).transpose(1, 2) for w in weights]
-
-
-def attention_layer(lab, way, x, weights, heads, kv_heads, group):
-    """An attention layer on this rank's tokens, x (b, n, h) -> (b, n, h), parallel in a way.
-
-    weights: those of q, k, v (out, h) and of the output (h, out), whole; SP reads its heads' rows.
-    Raises ValueError where a way that cuts the heads cannot give each rank as many.
-    """
-    rank, P = group.rank(), group.size()
-    if way in (SP, ULYSSES) and kv_heads % P:
-        raise ValueError(f"{heads} heads, {kv_heads} of K and V, cannot be dealt to {P} ranks")
-    gather, scatter = (partial(f, dim=-2, group=group) for f in (all_gather, reduce_scatter))
-    wq, wk, wv, wo = weights
-    if way == SP:
-        x = Exchange.apply(x, gather, scatter)  # (b, s, h)
-        wq, wk, wv, wo = *(w.chunk(P)[rank] for w in (wq, wk, wv)), wo.chunk(P, 1)[rank]
-    q, k, v = project(x, wq, wk, wv)
-    if way == SP:
-        out = causal(q, k, v)  # (b, heads/P, s, d)
-    elif way == ULYSSES:
-        to_heads = partial(all_to_all, cut=1, join=2, group=group)
-        to_tokens = partial(all_to_all, cut=2, join=1, group=group)
-        q, k, v = (Exchange.apply(t, to_heads, to_tokens) for t in (q, k, v))
-        out = causal(q, k, v)  # (b, heads/P, s, d)
-        out = Exchange.apply(out, to_tokens, to_heads)
-    elif way == RING:
-        out = lab.ring_attention(q, k, v, TOKENS, ZIGZAG, group)  # (b, heads, s/P, d)
-    else:  # Llama 3: K and V of all tokens for the rank's queries
-        k, v = Exchange.apply(torch.stack([k, v]), gather, scatter)  # (b, kv, s, d)
-        held = [lab.positions(TOKENS, other, P, ZIGZAG) for other in range(P)]
-        seen = torch.cat(held) <= held[rank][:, None]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
-    out = F.linear(out.transpose(1, 2).flatten(2), wo)
-    return Exchange.apply(out, scatter, gather) if way == SP else out
-
-
-def expected_wire(way, heads, kv_heads, P):
-    """Bytes that a rank puts on the wire in attention_layer(): (forward, backward), float64."""
-    token, own = 8 * HEAD, TOKENS / P  # bytes of one head of one token
-    if way == SP:  # all-gather of x, reduce-scatter of the output
-        return (2 * heads * token * own * (P - 1),) * 2
-    if way == ULYSSES:  # q, k, v and the output, of which 1/P stays
-        return (2 * (heads + kv_heads) * token * own * (P - 1) / P,) * 2
-    kv = 2 * kv_heads * token * own  # K and V of a rank
-    return kv * (P - 1), kv * (P - 1 if way == GATHER else 2 * P - 1)
 
 
 def on_the_wire(ops, P):
@@ -244,31 +168,19 @@ def experiment(lab, args):
     return {"length": args.length, "balance": found, "ways": rows, "failed": uneven + off}
 
 
-# Okabe and Ito's colours: rank 0 to 3
-COLOURS = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
-
-
 def draw(results, path):
     """Who multiplies what and when, how long it takes, what each way sends."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure = pyplot.figure(figsize=(15, 8))
-    grid = figure.add_gridspec(2, 3, width_ratios=[1, 1.4, 1.3])
     found = [results["balance"][placement] for placement in PLACEMENTS]
     latest = max(sum(map(max, zip(*each["pairs"]))) for each in found) / 1000
-    for i, placement in enumerate(PLACEMENTS):
-        draw_owners(figure.add_subplot(grid[i, 0]), placement)
-        draw_steps(figure.add_subplot(grid[i, 1]), found[i], latest, placement)
-    rows = [row for row in results["ways"] if "error" in row and row["ranks"] == RANKS]
-    draw_wire(figure.add_subplot(grid[:, 2]), rows)
-    title = f"{results['lab']}: {results['length']} tokens on {RANKS} ranks; colours are ranks"
-    figure.suptitle(title)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    mosaic = [["owners 0", "steps 0", "wire"], ["owners 1", "steps 1", "wire"]]
+    with picture(path, mosaic, (15, 8), width_ratios=[1, 1.4, 1.3]) as axes:
+        for i, placement in enumerate(PLACEMENTS):
+            draw_owners(axes[f"owners {i}"], placement)
+            draw_steps(axes[f"steps {i}"], found[i], latest, placement)
+        rows = [row for row in results["ways"] if "error" in row and row["ranks"] == RANKS]
+        draw_wire(axes["wire"], rows)
+        title = f"{results['lab']}: {results['length']} tokens on {RANKS} ranks; colours are ranks"
+        axes["wire"].figure.suptitle(title)
 
 
 def draw_owners(axis, placement):
@@ -286,7 +198,6 @@ def draw_owners(axis, placement):
     axis.set(xlim=(0, chunks), ylim=(chunks, 0), aspect="equal")
     axis.set(xlabel="chunk of keys", ylabel="chunk of queries")
     axis.set_title(f"{placement}: number = step")
-    axis.spines[["top", "right"]].set_visible(False)
 
 
 def draw_steps(axis, found, latest, placement):
@@ -296,7 +207,7 @@ def draw_steps(axis, found, latest, placement):
         pairs = [count / 1000 for count in pairs]
         for rank, count in enumerate(pairs):
             axis.barh(rank, count, left=start, color=COLOURS[rank], edgecolor="white", height=0.8)
-            idle = {"color": "none", "edgecolor": "#BBBBBB", "hatch": "///", "linewidth": 0}
+            idle = {"color": "none", "edgecolor": PALE, "hatch": "///", "linewidth": 0}
             axis.barh(rank, max(pairs) - count, left=start + count, height=0.8, **idle)
         axis.axvline(start, color="black", linewidth=0.8)
         axis.text(start, -0.55, f" step {step}", ha="left", va="bottom", fontsize=9)
@@ -305,7 +216,6 @@ def draw_steps(axis, found, latest, placement):
     axis.set(xlim=(0, latest * 1.02), ylim=(RANKS - 0.5, -0.9), yticks=range(RANKS), ylabel="rank")
     axis.set_xlabel("thousand (query, key) pairs of one head; hatched: waiting")
     axis.set_title(f"{placement}: {found['lockstep']:.2f} times an even share")
-    axis.spines[["top", "right"]].set_visible(False)
 
 
 def draw_wire(axis, rows):
@@ -313,10 +223,9 @@ def draw_wire(axis, rows):
     labels = [f"{r['way']}\n{r['heads']} heads, {r['kv_heads']} KV" for r in rows]
     forward, backward = ([r[phase] / 1024 for r in rows] for phase in ("forward", "backward"))
     axis.barh(labels, forward, color="#555555", label="forward")
-    axis.barh(labels, backward, left=forward, color="#BBBBBB", label="backward")
+    axis.barh(labels, backward, left=forward, color=PALE, label="backward")
     axis.invert_yaxis()
     axis.set(xlabel="KiB on the wire, a rank", title=f"one attention layer, {TOKENS} tokens")
-    axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False)
 
 

@@ -7,18 +7,21 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from checks.lab8 import (
+from checks.lab8 import say
+from checks.mesh import (
     AXES,
     SAME,
     TOLERANCE,
     Ledger,
     finished,
     prove,
-    say,
     sent_too_much,
     tiny_config,
 )
-from ranks import Unusable, on_ranks, positive, table
+from cli import UsageError, positive
+from harness import on_ranks, table
+from pictures import RANKS as COLOURS
+from pictures import picture
 
 PHASES = list(Ledger.PHASES.values())
 
@@ -66,7 +69,8 @@ def mesh_sizes(args):
     world = math.prod(sizes.values())
     if started() not in (None, world):
         would = f"--dp {started()} --pp 1 --tp 1 would do"
-        raise Unusable(f"{say(sizes)} is {world} ranks, and torchrun started {started()}; {would}")
+        found = f"{say(sizes)} is {world} ranks, and torchrun started {started()}"
+        raise UsageError(f"{found}; {would}")
     return sizes
 
 
@@ -142,22 +146,22 @@ def print_norms(reports, most=0.5):
 
 
 # Okabe and Ito's colours, rank 0 to 7
-COLOURS = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999"
 DARK = COLOURS[0], COLOURS[2], COLOURS[5]  # on which text is white
 
 
 def draw(results, path):
     """For each collective of the step, which ranks do it together."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     reports, sizes = results["ranks"], results["mesh"]
     traffic = [{tuple(row[:3]): row[3:] for row in report["traffic"]} for report in reports]
     keys = {key for rows in traffic for key in rows}
     keys = sorted(keys, key=lambda key: (PHASES.index(key[0]), key))
-    figure, axis = pyplot.subplots(figsize=(4.5 + 0.95 * len(reports), 1.9 + 0.42 * len(keys)))
+    size = 4.5 + 0.95 * len(reports), 1.9 + 0.42 * len(keys)
+    with picture(path, [["step"]], size) as axes:
+        draw_step(axes["step"], reports, traffic, keys, sizes)
+
+
+def draw_step(axis, reports, traffic, keys, sizes):
+    """A row for each collective of the step, a column for each rank."""
     for y, key in enumerate(keys):
         for rank, (report, rows) in enumerate(zip(reports, traffic)):
             if key in rows or key[1] == "send":
@@ -178,9 +182,6 @@ def draw(results, path):
     axis.spines[:].set_visible(False)
     title = f"Who talks to whom in a step, dp x pp x tp = {say(sizes)}."
     axis.set_title(f"{title} In a row: one colour, one group", loc="left", pad=12)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def draw_box(axis, rank, y, ranks, sends):

@@ -5,19 +5,16 @@ Beside the four stages PyTorch's fully_shard, on the same model and the same seq
 
 import argparse
 import gc
-import weakref
-from collections import Counter
 
 import torch
 import torch.distributed as dist
-from checks.lab9 import EXACT, STEPS, build, expected_bytes, finished, one_device, unit_parameters
-from ranks import Traffic, on_ranks, positive, table
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from checks.zero import EXACT, STEPS, build, finished, one_device, unit_parameters
+from cli import positive
+from experiments.alive import PARTS, Alive
+from experiments.fsdp import fully_shard_memory, shard_fully
+from harness import Traffic, on_ranks, table
+from pictures import BLUE, GREEN, ORANGE, PALE, PINK, RED, picture
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 TOKENS, SEED_OF_RANK = 96, 1000
@@ -27,81 +24,9 @@ LARGE = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 3
 LARGE |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 LARGE |= {"vocab_size": 128256}
 WORLDS = 1, 2, 4, 8, 16, 32, 64
-PARTS = "parameters", "gradients", "optimizer", "gathered", "activations"
 STATE = PARTS[:4]
 FSDP = "fully_shard"
 WAYS = {0: "plain", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3", FSDP: FSDP}
-
-
-class Alive(TorchDispatchMode):
-    """The bytes of all tensors after each operation, and what they are where there are most.
-
-    known: {part: tensors} that exist before; others that exist before do not count. "gathered" is
-    what an all-gather writes to, "activations" all the rest.
-    """
-
-    def __init__(self, known):
-        super().__init__()
-        self.refs, self.part, self.curve, self.peak = {}, {}, [], {}
-        for part in known:
-            self.hold(known[part], part)
-        old = [x for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter)]
-        old = [x for x in old if storage_of(x).nbytes()]  # fully_shard keeps empty ones to fill
-        self.hold(old, None)
-
-    def hold(self, tensors, part):
-        """Note the memory of tensors; what is noted already keeps its part."""
-        for storage in map(storage_of, tensors):
-            known = self.refs.get(storage._cdata)
-            if known is None or known() is None:  # or an address that is used again
-                self.refs[storage._cdata] = weakref.ref(storage)
-                self.part[storage._cdata] = part
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(hasattr(kind, "full_tensor") for kind in types):  # DTensor: see what is below it
-            return NotImplemented
-        out = func(*args, **(kwargs or {}))
-        made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
-        self.hold(made, "activations")
-        name = func._opname.replace("_", "")
-        if "allgather" in name or name == "splitwithsizescopy":  # the latter: fully_shard's copy
-            touched = [x for x in tree_leaves([args, kwargs, out]) if isinstance(x, torch.Tensor)]
-            self.hold(touched, "gathered")
-            for key in {storage_of(x)._cdata for x in touched}:
-                if self.part[key] == "activations":
-                    self.part[key] = "gathered"
-        self.sample()
-        return out
-
-    def sample(self):
-        """Add to the curve what is alive; keep the parts where it is most."""
-        alive = {key: there() for key, there in self.refs.items()}
-        sizes = Counter()
-        for key, storage in alive.items():
-            if storage is None:
-                del self.refs[key]
-            elif self.part[key]:
-                sizes[self.part[key]] += storage.nbytes()
-        self.curve.append(sizes.total())
-        if sizes.total() > sum(self.peak.values()):
-            self.peak = {part: sizes[part] for part in PARTS}
-
-
-def storage_of(tensor):
-    """A tensor's storage; a DTensor's is that of what this rank has."""
-    return getattr(tensor, "_local_tensor", tensor).untyped_storage()
-
-
-def shard_fully(model, group):
-    """fully_shard every layer and the rest, with a mean that gloo can form."""
-    mesh = DeviceMesh.from_group(group, "cpu")
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(float(group.size()))
-            module.set_force_sum_reduction_for_comms(True)
 
 
 def prepare(lab, model, group, way):
@@ -184,23 +109,6 @@ def config_of(sizes, tied):
     return LlamaConfig(**sizes, tie_word_embeddings=tied)
 
 
-def fully_shard_memory(lab, rank, world):
-    """memory() and messages() of fully_shard, which pads each parameter's rows."""
-    config = config_of(SIZES, True)
-    with torch.device("meta"):
-        units = unit_parameters(LlamaForCausalLM(config))
-    padded, own = [], 0
-    for unit in units:
-        rows = [-(-p.shape[0] // world) for p in unit]  # of a rank
-        padded.append(sum(n * p.shape[1:].numel() for n, p in zip(rows, unit)))
-        for n, p in zip(rows, unit):
-            own += min(max(p.shape[0] - rank * n, 0), n) * p.shape[1:].numel()
-    numbers = [sum(padded), sum(padded), 2 * own, world * padded[0]]
-    numbers.append(lab.activations(config, TOKENS))
-    sent = expected_bytes([world * n for n in padded], world, 3, 1, width=4)
-    return {part: 4 * n for part, n in zip(PARTS, numbers)}, sent
-
-
 def against_one_device(lab, args):
     """Each way's weights after STEPS steps: ({way: error}, what is off)."""
     errors, off = {}, []
@@ -213,9 +121,9 @@ def against_one_device(lab, args):
 
 def predictions(lab, rank, world, way):
     """(bytes of each part, bytes of each collective) that the formulas give."""
-    if way == FSDP:
-        return fully_shard_memory(lab, rank, world)
     config = config_of(SIZES, True)
+    if way == FSDP:
+        return fully_shard_memory(lab, config, TOKENS, rank, world)
     memory = lab.memory(config, TOKENS, rank, world, way)
     return memory, lab.messages(lab.unit_sizes(config), world, way, 1)
 
@@ -293,29 +201,20 @@ def experiment(lab, args):
     return results | {"failed": wrong + off}
 
 
-# Okabe and Ito's colours
-COLOURS = dict(zip(PARTS, ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#BBBBBB")))
-OPS = {"all_reduce": "#D55E00", "reduce_scatter": "#E69F00", "all_gather": "#CC79A7"}
+COLOURS = dict(zip(PARTS, (BLUE, ORANGE, GREEN, PINK, PALE)))
+OPS = {"all_reduce": RED, "reduce_scatter": ORANGE, "all_gather": PINK}
 
 
 def draw(results, path):
     """What fills the memory, predicted beside measured; a step in time; messages; many ranks."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, 2, figsize=(15, 9), width_ratios=[1.2, 1])
-    draw_peaks(axes[0, 0], results["memory"])
-    draw_curves(axes[0, 1], results["memory"])
-    draw_messages(axes[1, 0], results["memory"])
-    draw_scaling(axes[1, 1], results["scaling"])
-    for axis in axes.flat:
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"{results['lab']}: rank 0 of {results['ranks']}, {TOKENS} tokens each")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    mosaic = [["peaks", "curves"], ["messages", "scaling"]]
+    with picture(path, mosaic, (15, 9), width_ratios=[1.2, 1]) as axes:
+        draw_peaks(axes["peaks"], results["memory"])
+        draw_curves(axes["curves"], results["memory"])
+        draw_messages(axes["messages"], results["memory"])
+        draw_scaling(axes["scaling"], results["scaling"])
+        title = f"{results['lab']}: rank 0 of {results['ranks']}, {TOKENS} tokens each"
+        axes["peaks"].figure.suptitle(title)
 
 
 def draw_peaks(axis, rows):
@@ -340,7 +239,7 @@ def draw_peaks(axis, rows):
 
 def draw_curves(axis, rows):
     """The bytes alive during one step: the forward rises, the backward falls."""
-    for row, colour in zip(rows, ("black", "#0072B2", "#009E73", "#D55E00", "#CC79A7")):
+    for row, colour in zip(rows, ("black", BLUE, GREEN, RED, PINK)):
         mib = [size / 2**20 for size in row["curve"]]
         style = ":" if row["way"] == FSDP else "-"
         axis.plot(
@@ -368,9 +267,9 @@ def draw_messages(axis, rows):
 
 def draw_scaling(axis, found):
     """Model state of a large model over the number of ranks."""
-    for (stage, sizes), colour in zip(found.items(), ("black", "#0072B2", "#009E73", "#D55E00")):
+    for (stage, sizes), colour in zip(found.items(), ("black", BLUE, GREEN, RED)):
         axis.loglog(WORLDS, sizes, "o-", base=2, color=colour, label=WAYS[int(stage)])
-    axis.axhline(80, color="#BBBBBB", linestyle="--")
+    axis.axhline(80, color=PALE, linestyle="--")
     axis.text(1, 80, "80 GiB", va="bottom", color="#777777")
     axis.set(xlabel="ranks", ylabel="GiB of model state, float32")
     axis.set(title="llama-3.1-8b, predicted", xticks=WORLDS, xticklabels=WORLDS)

@@ -1,15 +1,13 @@
-"""What all labs share: ranks that are processes of this machine, traffic, comparison, tables.
+"""What all labs share: processes that are ranks, traffic, comparison, tables.
 
-A lab has three rooms: labs/labN_name.py is the lesson and its exercises, labs/checks/labN.py what
-the grader checks, labs/experiments/labN.py what the finished lab shows. A learner reads the first.
+A lab is three files: labs/labN_name.py is the lesson and its exercises, labs/checks/labN.py what
+the grader checks, labs/experiments/labN.py what the finished lab shows. run.py runs a lab, grade.py
+hands it out and grades it. Both import this file; importing it starts nothing.
 """
 
-import argparse
-import copyreg
 import importlib.util
 import multiprocessing
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -17,33 +15,18 @@ import time
 import traceback
 import warnings
 from contextlib import suppress
-from multiprocessing import connection, forkserver
+from multiprocessing import connection
 from pathlib import Path
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 LABS = Path(__file__).resolve().parent
-PROCESSES = multiprocessing.get_context("forkserver")
-
-# Ranks are forked from a process that has imported what they need. Where the command line names a
-# lab it starts at once, and imports torch while this process does; else with the first on_ranks().
-NAMED = [p for word in sys.argv[:2] for p in LABS.glob(f"{Path(word).stem.partition('_')[0]}_*.py")]
-PRELOAD = ["torch.distributed", "torch._dynamo"]  # the first dispatch mode imports that: 1 s
-LLAMA = "transformers.models.llama.modeling_llama"
-CHECKED = [p for lab in NAMED for p in LABS.glob(f"checks/{lab.stem.partition('_')[0]}.py")]
-if any(re.search(r"(from|import) transformers", p.read_text()) for p in NAMED + CHECKED):
-    PRELOAD.append(LLAMA)
-PROCESSES.set_forkserver_preload(PRELOAD)
-FIRST = os.environ.get("RANK", "0") == "0"  # of torchrun's ranks, if it started this one
-if NAMED and FIRST and multiprocessing.current_process().name == "MainProcess":  # and no rank
-    forkserver.ensure_running()
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
-
-
-class Unusable(Exception):
-    """An argument that cannot work; its message says what would. Ends as `error: ...`, exit 2."""
+PRELOADED = ["torch.distributed", "torch._dynamo"]  # the first dispatch mode imports _dynamo: 1 s
+LLAMA = "transformers.models.llama.modeling_llama"  # preloaded too where a lab has imported it
 
 
 class Wrong(Exception):
@@ -60,24 +43,27 @@ def expect(holds, found, hint=""):
         raise Wrong(found, hint)
 
 
+def relative_error(mine, right):
+    """||mine - right|| / ||right||; infinite for another shape, and for what is no number."""
+    if mine.shape != right.shape:
+        return float("inf")
+    apart = torch.linalg.vector_norm((mine - right).double())
+    error = (apart / torch.linalg.vector_norm(right.double()).clamp(min=1e-30)).item()
+    return error if error == error else float("inf")
+
+
 def expect_close(name, mine, right, tolerance=1e-5, hints=None):
     """Raise Wrong unless ||mine - right|| <= tolerance ||right||; returns the relative error.
 
     hints {text: tensor}: if mine is that tensor instead, the text is the hint.
     """
-    kind, shape = type(mine).__name__, tuple(right.shape)
-    expect(isinstance(mine, torch.Tensor), f"{name} is {kind}, not a tensor", "return the result")
-    expect(mine.shape == shape, f"{name} has shape {tuple(mine.shape)}, not {shape}")
-
-    def error(other):
-        apart = torch.linalg.vector_norm((mine - other).double())
-        return (apart / torch.linalg.vector_norm(other.double()).clamp(min=1e-30)).item()
-
-    off = error(right)
-    known = [t for t, x in (hints or {}).items() if x.shape == shape and error(x) <= tolerance]
-    found = f"{name} is off by {off:.1e} (at most {tolerance:.0e})"
-    expect(off <= tolerance, found, known[0] if known else "")
-    return off
+    expect(isinstance(mine, torch.Tensor), f"{name} is {type(mine).__name__}, not a tensor")
+    known = [text for text, x in (hints or {}).items() if relative_error(mine, x) <= tolerance]
+    hint, error = known[0] if known else "", relative_error(mine, right)
+    found = f"{name} has shape {tuple(mine.shape)}, not {tuple(right.shape)}"
+    expect(mine.shape == right.shape, found, hint)
+    expect(error <= tolerance, f"{name} is off by {error:.1e} (at most {tolerance:.0e})", hint)
+    return error
 
 
 class Traffic(TorchDispatchMode):
@@ -119,13 +105,16 @@ def load(path):
     return module
 
 
-copyreg.pickle(type(sys), lambda lab: (load, (lab.__file__,)))  # a lab's module goes to ranks
+def companion(kind, lab_file):
+    """labs/checks/labN.py or labs/experiments/labN.py (kind) of a lab's file, as a module."""
+    name = Path(lab_file).stem.partition("_")[0]
+    return importlib.import_module(f"{kind}.{name}")
 
 
 def rank_main(pipe, rank, world, rendezvous, limit):
     """A rank's process: join the others, run the task that comes through the pipe, answer."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # gloo complains there of ranks that were ended
-    signal.alarm(limit)  # the parent ends it long before; this is for one that was killed
+    signal.alarm(limit)  # the parent ends it long before; this is for a parent that was killed
     torch.set_num_threads(1)
     # torch 2.13 renames all_gather_into_tensor and reduce_scatter_tensor; 2.11 has the old names
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
@@ -141,6 +130,7 @@ def answer(pipe):
     """(True, what a task from the pipe returns on this rank) or (False, what was Wrong)."""
     try:
         function, args = pipe.recv()
+        args = [load(arg) if isinstance(arg, Path) else arg for arg in args]
         return True, function(dist.group.WORLD, *args)
     except BaseException as problem:  # whatever a learner's code may raise
         if isinstance(problem, Wrong):
@@ -157,39 +147,44 @@ def on_ranks(world, function, *args, timeout=60):
     """[function(group, *args) of each rank], run by `world` processes of this machine, over gloo.
 
     Raises Wrong: that of a rank, or one naming the ranks still busy after `timeout` seconds.
-    function is one of a module's own; args and results can be pickled, and a lab's module too.
-    Each call has processes of its own, forks of one that was started once: whatever a task leaves
-    behind (a thread, DTensor's caches) is nobody else's.
+    function stands in a module, args and results can be pickled; a lab's module may be among args.
+    Each call has processes of its own, forked from one server that has imported torch: whatever a
+    task leaves behind (a thread, DTensor's caches) reaches no other task.
     """
-    team = []
-    PROCESSES.set_forkserver_preload(PRELOAD + [LLAMA] * (LLAMA in sys.modules))  # if not begun
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED + [LLAMA] * (LLAMA in sys.modules))
+    args = [Path(arg.__file__) if isinstance(arg, ModuleType) else arg for arg in args]
+    processes, pipes = [], []
     with tempfile.TemporaryDirectory() as folder:
         try:
             for rank in range(world):
-                here, there = PROCESSES.Pipe()
+                here, there = context.Pipe()
                 how = there, rank, world, f"{folder}/store", int(timeout) + 60
-                team.append((PROCESSES.Process(target=rank_main, args=how, daemon=True), here))
-                team[-1][0].start()
+                process = context.Process(target=rank_main, args=how, daemon=True)
+                process.start()
+                processes.append(process)
+                pipes.append(here)
                 there.close()
                 here.send((function, args))
-            return collect(team, {pipe: rank for rank, (_, pipe) in enumerate(team)}, timeout)
+            return collect(processes, pipes, timeout)
         finally:
-            for process, _ in team:
+            for process in processes:
                 process.kill()
-            for process, _ in team:
+            for process in processes:
                 process.join()
 
 
-def collect(team, busy, timeout):
-    """The ranks' results in their order, busy: {pipe: rank}; raises Wrong."""
-    results, wrong, end = [None] * len(team), {}, time.monotonic() + timeout
+def collect(processes, pipes, timeout):
+    """The ranks' results in their order; raises Wrong."""
+    results, wrong, end = [None] * len(pipes), {}, time.monotonic() + timeout
+    busy = {pipe: rank for rank, pipe in enumerate(pipes)}
     while busy and (ready := connection.wait(busy, max(0, end - time.monotonic()))):
         for pipe in ready:
             rank = busy.pop(pipe)
             try:
                 fine, results[rank] = pipe.recv()
             except (EOFError, OSError):
-                fine, results[rank] = False, death(team[rank][0])
+                fine, results[rank] = False, death(processes[rank])
             if not fine:
                 wrong[rank] = results[rank]
                 end = min(end, time.monotonic() + 0.5)  # the others may have died, or know more
@@ -210,15 +205,9 @@ def death(process):
     return Wrong(f"died of {name}", "out of memory?" if name == "SIGKILL" else hint)
 
 
-def room(kind, lab_file):
-    """labs/checks/labN.py or labs/experiments/labN.py of a lab's file, as a module."""
-    name = Path(lab_file).stem.partition("_")[0]
-    return importlib.import_module(f"{kind}.{name}")
-
-
 def check_on_rank(group, answers, exercise, seed, bug=None):
     """The report of an exercise's check on this rank, of the answers in a file; raises Wrong."""
-    lab, checks = load(answers), room("checks", answers)
+    lab, checks = load(answers), companion("checks", answers)
     if bug:
         getattr(checks, bug)(lab)
     return str(checks.CHECKS[exercise][0](lab, group, seed))
@@ -226,7 +215,7 @@ def check_on_rank(group, answers, exercise, seed, bug=None):
 
 def check(answers, exercise, seed=0, bug=None, timeout=60):
     """(whether an exercise passes, what was seen, a hint), of the answers in a file."""
-    _, world = room("checks", answers).CHECKS[exercise]
+    _, world = companion("checks", answers).CHECKS[exercise]
     args = str(answers), exercise, seed, bug
     try:
         return True, on_ranks(world, check_on_rank, *args, timeout=timeout)[0], ""
@@ -240,40 +229,3 @@ def table(*rows):
     widths = [max(map(len, column)) for column in zip(*texts)]
     padded = ([text.ljust(width) for text, width in zip(row, widths)] for row in texts)
     print("", *("  " + "   ".join(row).rstrip() for row in padded), sep="\n")
-
-
-# Copied from tp.py
-class Parser(argparse.ArgumentParser):
-    """argparse, with its complaint raised instead of printed with the usage."""
-
-    def error(self, message):
-        raise Unusable(message)
-
-
-def positive(text):
-    """A whole number of at least 1: a type for argparse."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return int(text)
-
-
-def write_whole(path, write):
-    """Have write(another path) make the file, then name it path: whole or not at all."""
-    draft = f"{path}.{os.getpid()}{Path(path).suffix}"
-    try:
-        write(draft)
-        os.replace(draft, path)
-    except (OSError, ValueError) as problem:  # a full disk; a picture that matplotlib cannot write
-        raise Unusable(f"cannot write {path}: {problem}") from None
-    finally:
-        Path(draft).unlink(missing_ok=True)
-
-
-def main(file, argv=None):
-    """The command line of a lab; returns its exit status."""
-    import grade  # which imports this file
-
-    follow = None if FIRST else getattr(room("experiments", file), "follow", None)
-    if follow:  # rank 0 reads the command line
-        return follow(load(file))
-    return grade.run_lab(file, argv)

@@ -1,0 +1,104 @@
+"""What the checks and experiments of several labs share: signals between ranks, sizes, counts."""
+
+import tempfile
+import time
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from harness import expect
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+
+UNEVEN = 5, 7, 11, 13, 17, 19, 23, 25, 29  # neither 2 nor 3 divides them
+
+
+def draw_from(seed, group=None):
+    """(uneven, randn): uneven() is a size that neither 2 nor 3 divides, randn(*shape) a tensor.
+
+    All ranks of a group draw the same. Another group draws equal sizes and other numbers, so that
+    a collective that forgets its group gives a wrong result instead of waiting for ever.
+    """
+    first = dist.get_process_group_ranks(group)[0] if group else 0
+    sizes = torch.Generator().manual_seed(seed)
+    numbers = torch.Generator().manual_seed(seed + first)
+
+    def uneven():
+        return UNEVEN[torch.randint(len(UNEVEN), (), generator=sizes)]
+
+    return uneven, partial(torch.randn, generator=numbers)
+
+
+@contextmanager
+def shared_folder(group):
+    """A folder that all ranks see, till all are done with it: for signals between them."""
+    with tempfile.TemporaryDirectory() as own:
+        names = [own]
+        dist.broadcast_object_list(names, group=group, group_src=0)
+        yield Path(names[0])
+        dist.barrier(group)
+
+
+def appears(path, seconds):
+    """Wait till a file is there, for at most so long."""
+    end = time.monotonic() + seconds
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.002)
+
+
+@contextmanager
+def noted_waits():
+    """A list to which every work.wait() adds its work."""
+    waits, wait_for = [], dist.Work.wait
+
+    def noting_wait(work, *args):
+        waits.append(work)
+        return wait_for(work, *args)
+
+    with mock.patch.object(dist.Work, "wait", noting_wait):
+        yield waits
+
+
+def storage_of(tensor):
+    """The memory of a tensor on this rank; of a DTensor, also of one that is still under way."""
+    with torch.no_grad():
+        tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        tensor = tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+        return tensor.untyped_storage()
+
+
+class Kept(torch.autograd.graph.saved_tensors_hooks):
+    """Counts the bytes that autograd keeps for the backward of what runs inside, each storage once.
+
+    Those of parameters are there anyway and not counted. Of a DTensor what this rank holds counts.
+    """
+
+    def __init__(self, *parameters):
+        self.storages, known = {}, {storage_of(p).data_ptr() for p in parameters}
+
+        def note(tensor):
+            storage = storage_of(tensor)
+            if storage.data_ptr() not in known:
+                self.storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        super().__init__(note, lambda tensor: tensor)
+
+    def __enter__(self):
+        super().__enter__()
+        return self
+
+    @property
+    def bytes(self):
+        return sum(self.storages.values())
+
+
+def expect_traffic(when, traffic, most):
+    """Raise Wrong unless each collective moves at most most[op] bytes; those not named none."""
+    for op, (calls, sent) in traffic.ops.items():
+        allowed = most.get(op, 0)
+        enough = f"{allowed} will do" if allowed else "none are needed"
+        expect(sent <= allowed, f"{when}: {op} moves {sent} bytes, calls: {calls}; {enough}")

@@ -1,0 +1,154 @@
+"""Lab 3's checks of what one watches in training: the loss, asynchronous results, clocks."""
+
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from checks.tools import appears, shared_folder
+from harness import expect, expect_close
+from torch import nn
+
+
+def numbers(seed, *shape):
+    """The same random numbers on every rank."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def on_every_rank(value, group):
+    """The values of a Python object on all ranks, in order."""
+    values = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def short_lived(group, seconds):
+    """A group of the same ranks; its collectives fail after so many seconds instead of hanging."""
+    return dist.new_group(dist.get_process_group_ranks(group), timeout=timedelta(seconds=seconds))
+
+
+def check_adam_hides_scale(lab, group, seed):
+    """A small model, its gradients right, doubled, halved: the loss falls, the curves part."""
+    x, target = numbers(seed, 64, 8), numbers(seed, 64, 8).argmax(1)
+
+    def losses(scale):
+        torch.manual_seed(seed)
+        model, seen = nn.Linear(8, 8), []
+        optimizer = lab.right_adam_hides_scale(model.parameters())
+        for _ in range(20):
+            loss = F.cross_entropy(model(x), target)
+            optimizer.zero_grad()
+            loss.backward()
+            for parameter in model.parameters():
+                parameter.grad *= scale
+            optimizer.step()
+            seen.append(loss.detach())
+        return torch.stack(seen)
+
+    right = losses(1)
+    expect(right[-1] < 0.95 * right[0], "the loss does not fall", "choose a larger learning rate")
+    for scale in (2, 0.5):
+        apart = ((losses(scale) - right) / right).abs().max().item()
+        hint = "its step is the same whatever the gradient's scale: take one proportional to it"
+        expect(apart > 0.01, f"gradients times {scale} move the loss by {apart:.1e} only", hint)
+    return f"gradients times {scale} move the loss by {apart:.0%}"
+
+
+def check_stale_result(lab, group, seed):
+    """Rank 1 comes once rank 0's meanwhile() has run, or late; rank 0 has the whole sum."""
+    rank, parts = group.rank(), numbers(seed, group.size(), 1000)
+    x, calls, before = parts[rank].clone(), [], True
+    with shared_folder(group) as folder:
+
+        def meanwhile():
+            calls.append(rank)
+            (folder / f"rank {rank}").touch()
+
+        if rank == 1:
+            appears(folder / "rank 0", 2)
+            before = (folder / "rank 0").exists()
+        result = lab.right_stale_result(x, group, meanwhile)
+    before = all(on_every_rank(before, group))
+    total, stale = parts.sum(0), parts[rank]
+    if isinstance(result, torch.Tensor) and result.shape == total.shape:
+        stale = torch.where(result == total, total, stale)  # some of the sum may have been there
+    hints = {"read before it was there: wait() on the handle": stale}
+    error = expect_close("the sum", result, total, hints=hints)
+    expect(torch.equal(x, parts[rank]), "x is overwritten", "sum a copy: autograd may need x")
+    expect(len(calls) == 1, f"meanwhile() was called {len(calls)} times", "once")
+    hint = "start with async_op=True, work, then wait"
+    expect(before, "rank 0 waited for rank 1, then worked", hint)
+    return f"sum off by {error:.0e}; rank 0's meanwhile() ran before rank 1 came"
+
+
+LONG, BUDGET = 0.01, 0.1  # seconds of a long step; what the timing may take
+
+
+def check_adaptive_timing(lab, group, seed):
+    """A step that holds a collective, on ranks of different speeds: all make as many steps.
+
+    Then a step without one, long on one of the ranks in 2 of 3 turns: so are its maxima over the
+    ranks, and their median, while each rank's own median is short, and the mean is between.
+    """
+    rank, calls = group.rank(), [0, 0]
+    inside, shared = short_lived(group, 3), short_lived(group, 6)  # apart: counts may differ
+
+    def step():
+        calls[0] += 1
+        dist.all_reduce(torch.ones(1), group=inside)
+        time.sleep(0.0002 * rank)
+
+    def alternating():
+        time.sleep(LONG * (calls[1] % 3 == rank))
+        calls[1] += 1
+
+    time.sleep(0.2 * rank)
+    hung = False
+    try:
+        lab.right_adaptive_timing(step, shared)
+    except RuntimeError as problem:
+        if "Timed out" not in str(problem):
+            raise
+        hung = True
+    counts, waits = zip(*on_every_rank((calls[0], hung), group))
+    hint = "how often is decided once, from a number all ranks share: the maximum of their clocks"
+    found = f"the ranks ran {counts} steps" + ", and one waited in vain" * any(waits)
+    expect(len(set(counts)) == 1 and not any(waits), found, hint)
+    seconds = lab.right_adaptive_timing(alternating, group)
+    told, counts = zip(*on_every_rank((seconds, calls[1]), group))
+    expect(counts[0] >= 6, f"only {counts[0]} steps", "one to warm up, then 5 for a median")
+    hint = f"budget is {BUDGET} s: fewer"
+    expect(counts[0] <= 10 * BUDGET / LONG, f"{counts[0]} steps of {LONG} s", hint)
+    expect(len(set(told)) == 1, f"the ranks say {told} s", "the same number on every rank")
+    hint = "of each run the slowest rank's time, then the median of those"
+    expect(seconds >= 0.95 * LONG, f"{seconds:.4f} s, and most runs take {LONG} s", hint)
+    return f"{counts[0]} steps on every rank, {seconds * 1e3:.1f} ms each"
+
+
+def check_rank_0_clock(lab, group, seed):
+    """A pipeline's forward: rank 0 sends and is done, rank 1 comes late, and works on."""
+    rank, work, late = group.rank(), 0.1 + 0.01 * (seed % 5), 0.4
+    span = [0.0, 0.0]  # begin and end of step(), by a clock that all processes of a machine share
+
+    def step():
+        begin = time.monotonic()
+        if rank > 0:
+            dist.recv(torch.empty(1), rank - 1, group=group)
+            time.sleep(work)
+        else:
+            dist.send(torch.ones(1), 1, group=group)
+        span[:] = begin, time.monotonic()
+
+    dist.barrier(group)  # late by this much, not by what a process took to start
+    time.sleep(late * rank)
+    seconds = lab.right_rank_0_clock(step, group)
+    everyone, spans = on_every_rank(seconds, group), on_every_rank(span, group)
+    expect(all(isinstance(s, float) for s in everyone), f"the ranks say {everyone}", "seconds")
+    found = f"the ranks say {[round(s, 3) for s in everyone]} s for work of {work:.3f} s"
+    begins, ends = zip(*spans)
+    hint = "the clock ran while rank 1 was still on its way: start together, after a barrier"
+    expect(max(everyone) < max(ends) - max(begins) + late / 2, found, hint)
+    hint = "rank 0 stops its clock when it has sent: return the maximum over the ranks"
+    expect(len(set(everyone)) == 1 and seconds >= work, found, hint)
+    return f"{seconds:.2f} s on every rank"

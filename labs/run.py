@@ -1,0 +1,123 @@
+"""A lab's own run: `python labs/lab1_collectives.py`, or the copy of it in my_labs/.
+
+Every exercise's check, on as many ranks as it asks for; if all hold, the lab's experiments.
+--predict N answers the question that the run ends with, --plot draws what was measured, --json
+writes it, --inject-bug NAME puts one of the lab's bugs in, which a check has to catch.
+"""
+
+import argparse
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+from cli import (
+    Parser,
+    UsageError,
+    atomic_write,
+    check_platform,
+    check_writable,
+    finite,
+    write_json,
+)
+from harness import Wrong, check, companion, load
+
+
+def parse(lab, shown, bugs, argv):
+    """The command line's arguments: those of every lab, and the lab's own. Raises UsageError."""
+    parser = Parser(description=lab.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--seed", type=int, default=0, help="of the checks' inputs (0)")
+    add("--json", metavar="FILE", help="write the results")
+    add("--plot", metavar="FILE", help="draw them")
+    add("--predict", metavar="N", type=finite, help="answer the question that the run ends with")
+    add("--inject-bug", metavar="NAME", help="run with a bug to be caught; list: name them")
+    shown.add_options(parser)
+    args = parser.parse_args(argv)
+    if args.inject_bug not in (None, "list", *bugs):
+        raise UsageError(f"no bug {args.inject_bug}; --inject-bug list names them")
+    check_writable(args.json)
+    check_writable(args.plot)
+    return args
+
+
+def run_checks(file, args):
+    """Run every exercise's check, printing each; returns {name: {"passed", "report"}}."""
+    checks, results = companion("checks", file).CHECKS, {}
+    width = max(map(len, ["exercise", *checks]))
+    print(f"\n  {'exercise':{width}}   ranks          what was seen", flush=True)
+    for name, (_, world) in checks.items():
+        passed, report, _ = check(file, name, args.seed, args.inject_bug)
+        results[name] = {"passed": passed, "report": report}
+        verdict = "PASS" if passed else "FAIL"
+        print(f"  {name:{width}}   {world:<5}   {verdict}   {report}", flush=True)
+    return results
+
+
+def compare_prediction(predict, args, results):
+    """Print a lab's question and, with --predict, how near the answer is; returns all of it."""
+    question, formula, measure = predict
+    question, measured = question.format(**vars(args)), measure(results)
+    if args.predict is None:
+        print(f"\n  Predict, then run: {question} (--predict N)")
+    else:
+        right = abs(args.predict - measured) <= 0.005 * abs(measured)
+        verdict = "right" if right else f"off by {args.predict - measured:+g}"
+        print(f"\n  {question}\n  predicted {args.predict:g}, measured {measured:g}: {verdict}")
+        print(f"  {formula}")
+    return {"question": question, "predicted": args.predict, "measured": measured}
+
+
+def check_and_show(file, lab, shown, args):
+    """The checks and, if all hold, the experiments; returns the results, "passed" among them."""
+    results = {"lab": Path(file).stem, "exercises": run_checks(file, args)}
+    failed = [name for name, seen in results["exercises"].items() if not seen["passed"]]
+    if not failed:  # the experiments rely on every exercise
+        results |= shown.experiment(lab, args)
+        results["prediction"] = compare_prediction(shown.PREDICT, args, results)
+        failed = results["failed"]
+    results["passed"] = not failed
+    count = f"all {len(results['exercises'])} exercises' checks hold"
+    verdict = "FAIL" if failed else "PASS"
+    print(f"\n{verdict} {results['lab']}: {', '.join(failed) or count}", flush=True)
+    return results
+
+
+def run_lab(file, argv=None):
+    """A lab's command line; returns its exit status.
+
+    0: all held, 1: a check failed, 2: unusable arguments.
+    """
+    try:
+        check_platform()
+        lab, shown = load(file), companion("experiments", file)
+        bugs = {bug.__name__: bug.__doc__ for bug in companion("checks", file).BUGS}
+        args = parse(lab, shown, bugs, argv)
+        if args.inject_bug == "list":
+            print(*(f"  {bug:28} {does}" for bug, does in bugs.items()), sep="\n")
+            return 0
+        results = check_and_show(file, lab, shown, args)
+        if args.json:
+            write_json(args.json, results)
+        if args.plot and "prediction" in results:
+            atomic_write(args.plot, partial(shown.draw, results))
+        return 0 if results["passed"] else 1
+    except UsageError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
+    except Wrong as wrong:  # a rank of an experiment, which has nothing to compare
+        print(f"\nFAIL {Path(file).stem}: {wrong.found}")
+        return 1
+
+
+def main(file):
+    """What a lab's file calls; returns the exit status.
+
+    Where torchrun has started several ranks, rank 0 alone reads the command line: the others call
+    follow(lab) of labs/experiments/labN.py, if there is one (lab 8).
+    """
+    if os.environ.get("RANK", "0") != "0":
+        follow = getattr(companion("experiments", file), "follow", None)
+        if follow:
+            return follow(load(file))
+    return run_lab(file)
