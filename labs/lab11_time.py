@@ -32,11 +32,10 @@ hide some of their messages:
     python labs/lab11_time.py --plan --model llama-3.1-8b --nodes 2 --gpu h100 --length 131072
     python labs/grade.py start lab11                 # then fill in my_labs/lab11_time.py
 
-Sources: Ultra-Scale Playbook (Hugging Face), whose runs these are: nanotron's
-scripts/scaling_benchmarks.py. Roofline: Williams et al., CACM 2009. MFU: PaLM, arXiv 2204.02311,
-appendix B. FLOPs and 1F1B: Megatron-LM, arXiv 2104.04473. FlashAttention-2, arXiv 2307.08691. Rates
-of matmul and memory: Bekman, ml-engineering. Such models elsewhere: Calculon (SC 2023), vTrain
-(arXiv 2312.12391), judged by runs that their authors made.
+Sources: Ultra-Scale Playbook (Hugging Face), whose runs these are. Roofline: Williams et al., CACM
+2009. MFU: PaLM, arXiv 2204.02311, appendix B. FLOPs and 1F1B: Megatron-LM, arXiv 2104.04473.
+FlashAttention-2, arXiv 2307.08691. Rates of matmul and memory: Bekman, ml-engineering. Other such
+models, judged by their authors' own runs: Calculon (SC 2023), vTrain (arXiv 2312.12391).
 """
 
 import dataclasses
@@ -254,8 +253,7 @@ def host_gap(device, host):
     """Seconds that the device waits for the host's launches, in a microbatch.
 
     device, host: seconds that either works for it. The forward has a third of the device's work and
-    half of the host's, the backward the rest. In each, the slower of the two decides how long it
-    takes.
+    half of the host's, the backward the rest. In each, the slower of the two decides.
     """
     # exercise: host
     forward = max(0.0, host / 2 - device / 3)
@@ -274,11 +272,8 @@ def stage_parts(model, layers, head, tp, tokens, length, cluster):
 
 
 def stage_layers(model, pp):
-    """(most layers of a stage before the last, layers of the last, which has the head as well).
-
-    The head costs as much as some layers; whole layers, shared as evenly as that allows.
-    """
-    head = model.head_weights / model.layer_weights if pp > 1 else 0
+    """(most layers of a stage before the last, layers of the last, which has the head as well)."""
+    head = model.head_weights / model.layer_weights if pp > 1 else 0  # costs as much as layers
     most = math.ceil((model.layers + head) / pp)
     return most, max(0, model.layers - most * (pp - 1))
 
@@ -409,36 +404,40 @@ def waiting(runs):
 
 
 def strategy_messages(model, strategy, ranks, length):
-    """What a rank takes part in for one sequence of `length` tokens, in bf16, forward and backward.
+    """What a rank sends for one sequence of `length` tokens, in bf16: [(op, calls, message bytes)].
 
-    [(op, message bytes in all)], of what tp.py, sp_megatron.py, sp_ulysses.py (--shard-weights) and
-    pp.py send with their defaults, where all of a layer is recomputed but its last matmul. Messages
-    that hardly count (the loss, gradients of norms) are left out. H is a (length, hidden) tensor:
+    Bytes: of all calls together; of an all_to_all the rank's own input. Of tp.py, sp_megatron.py,
+    sp_ulysses.py (--shard-weights) and pp.py as they are by default: a layer is recomputed up to
+    its last matmul, the head once. Messages that hardly count (the loss, gradients of norms) are
+    left out. H is a (length, hidden) tensor:
 
-    tp       all_reduce H: layer 2 forward, 2 backward, 1 recomputed; embedding 1, head 1
-    sp       all_gather H: layer 2, 2, 2; embedding 1; head 2. reduce_scatter H: layer 2, 2, 1;
-             embedding 1; head 1
-    ulysses  all_to_all of the rank's own length / ranks tokens: q, k, v and attention's output, in
-             the forward, recomputed, and their gradients. all_reduce of all gradients
-    ulysses_sharded  the same all_to_all; all_gather of all weights 2, reduce_scatter of gradients 1
+    tp       all_reduce H: a layer 2 forward, 2 backward, 1 recomputed; embedding 1; head 1
+    sp       all_gather H: a layer 2, 2, 2; embedding 1; head 1 forward, 1 recomputed
+             reduce_scatter H: a layer 2, 2, 1; embedding 1; head 1
+    ulysses  all_to_all of q, k, v and attention's output, one call each, for the rank's own
+             length / ranks tokens: forward, recomputed, and the gradients
+             all_reduce of all gradients, a call for each of the `tensors`
+    ulysses_sharded  the same all_to_all; all_gather of all weights: forward, backward;
+             reduce_scatter of all gradients: a call a layer and one for the rest, each time
     pp       send H: 1 forward, 1 backward
     """
     hidden, layers = BF16 * length * model.hidden, model.layers
-    tables = (1 if model.tied else 2) * model.head_weights
-    weights = BF16 * (layers * model.layer_weights + tables)
+    tables, tensors = (1, 9 * layers + 2) if model.tied else (2, 9 * layers + 3)
+    weights = BF16 * (layers * model.layer_weights + tables * model.head_weights)
     # exercise: strategies
-    local = hidden / ranks * (2 + 2 * model.kv_heads / model.heads)  # q, output; k, v
-    swapped = ("all_to_all", 3 * layers * local)
     if strategy == "tp":
-        return [("all_reduce", (5 * layers + 2) * hidden)]
+        return [("all_reduce", 5 * layers + 2, (5 * layers + 2) * hidden)]
     if strategy == "sp":
-        gathered = ("all_gather", (6 * layers + 3) * hidden)
-        return [gathered, ("reduce_scatter", (5 * layers + 2) * hidden)]
+        gathers = ("all_gather", 6 * layers + 3, (6 * layers + 3) * hidden)
+        return [gathers, ("reduce_scatter", 5 * layers + 2, (5 * layers + 2) * hidden)]
+    if strategy == "pp":
+        return [("send", 2, 2 * hidden)]
+    local = hidden / ranks * (2 + 2 * model.kv_heads / model.heads)  # q, output; k, v
+    swaps = ("all_to_all", 12 * layers, 3 * layers * local)
     if strategy == "ulysses":
-        return [swapped, ("all_reduce", weights)]
-    if strategy == "ulysses_sharded":
-        return [swapped, ("all_gather", 2 * weights), ("reduce_scatter", weights)]
-    return [("send", 2 * hidden)]
+        return [swaps, ("all_reduce", tensors, weights)]
+    units = layers + 1
+    return [swaps, ("all_gather", 2 * units, 2 * weights), ("reduce_scatter", units, weights)]
     # end exercise
 
 
