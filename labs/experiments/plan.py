@@ -199,8 +199,8 @@ def draw_plan(axis, plan):
         left = 0.0
         for name, seconds in row["parts"].items():
             label = None if name in colours else name
-            colour = colours.setdefault(name, next(unused))
-            axis.barh(row["strategy"], seconds, left=left, color=colour, label=label)
+            colours[name] = colours[name] if name in colours else next(unused)
+            axis.barh(row["strategy"], seconds, left=left, color=colours[name], label=label)
             left += seconds
     axis.invert_yaxis()
     axis.set(xlabel="seconds a step", title="What fills a step")
