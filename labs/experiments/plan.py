@@ -65,7 +65,7 @@ def sequence_parts(lab, model, strategy, gpus, length, cluster):
     elif strategy == "pp":
         layers = max(lab.stage_layers(model, gpus))
     else:
-        tokens = length // gpus
+        tokens = -(-length // gpus)  # padded
     one = lab.layer_parts(model, tokens, length, tp, cluster)
     if strategy == "tp":  # norms and residual sums of all tokens, on every rank: 22 passes
         unsharded = 22 * lab.BF16 * tokens * model.hidden * (1 - 1 / tp)
