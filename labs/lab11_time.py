@@ -13,7 +13,7 @@ Each part gets a formula from what the hardware can do: floating point operation
 over bytes/s, messages over a ring. That gives the seconds of a step for any model, any cluster and
 any split into data, pipeline and tensor parallelism (dp, pp, tp). Then comes what such formulas
 seldom get: a test. labs/data/published_runs.csv has 838 runs that others measured, with nanotron on
-1 to 64 nodes of 8 H100. Most of what the formulas need is published. Six numbers are not: they are
+1 to 64 nodes of 8 H100. Most of what the formulas need is published. Five numbers are not: they are
 read off one half of the runs, and the other half is the judge.
 
 What nanotron does in these runs: bf16, 4096 tokens, 256 sequences a step, gradients accumulated in
@@ -103,16 +103,17 @@ class Cluster:
     memory: float = 2.9e12  # copying; the data sheet says 3.35e12
     nvlink: float = 361e9  # bus bandwidth of all-gather and reduce-scatter in a node
     node: int = 8  # GPUs in a node
-    # read off one half of the runs, see fit() in labs/experiments/lab11.py
-    matmul: float = 449e12  # sustained, of a large matmul; the best that was seen is 794e12
-    network: float = 35.8e9  # out of the node; the line rate is 50e9
+    spread: float = 0.42e-12  # seconds a byte for each further node: the Playbook's all-reduce has
+    # 362 GB/s on 2 nodes and 65 on 32, and (1 / 65e9 - 1 / 362e9) / 30 is this
+    # read off one half of the runs, see fit() in labs/experiments/runs.py
+    matmul: float = 446e12  # sustained, of a large matmul; the best that was seen is 794e12
+    network: float = 36.7e9  # out of the node; the line rate is 50e9
     hop: float = 44.1e-6  # seconds a step of a ring that leaves the node
-    spread: float = 4.03e-13  # seconds a byte, for each further node of a ring
-    host: float = 4.58e-3  # seconds a layer and microbatch: Python and launches
-    other: float = 0.0697  # seconds a step that no formula here explains
+    host: float = 4.59e-3  # seconds a layer and microbatch: Python and launches
+    other: float = 0.0690  # seconds a step that no formula here explains
 
 
-READ_OFF = "matmul", "network", "hop", "spread", "host", "other"
+READ_OFF = "matmul", "network", "hop", "host", "other"
 H100 = Cluster()
 
 # --------------------------------------------------------------------------------------------------

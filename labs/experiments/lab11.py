@@ -106,7 +106,7 @@ def show_judge(lab, rows):
     """Fit on one half, score on both: {"score": .., "ablation": ..}."""
     mine, judge = ([row for row in rows if judged(row) and half(row) == side] for side in (0, 1))
     fitted = fit(lab, mine, dataclasses.replace(lab.H100, **FIRST_GUESS))
-    nothing = {"matmul": 794e12, "network": 50e9, "hop": 0.0, "spread": 0.0, "host": 0.0}
+    nothing = {"matmul": 794e12, "network": 50e9, "hop": 0.0, "host": 0.0}
     published = dataclasses.replace(lab.H100, **nothing, other=0.0)
     results = {f"fitted to, {len(mine)} runs": scored(lab, mine, lab.H100)}
     results[f"the judge, {len(judge)} runs"] = scored(lab, judge, lab.H100)
@@ -205,8 +205,8 @@ def experiment(lab, args):
 PREDICT = (
     "how many milliseconds does an all-gather of 3B's hidden states take on 16 ranks of 2 nodes "
     "(4096 tokens, 3072 wide, bf16)?",
-    "15 steps x 44.1 us, and 15/16 of 25.2 MB, each byte of which takes 1 / (8 x 35.8 GB/s) and "
-    "0.403 ps: most of it is steps, not bytes",
+    "15 steps x 44.1 us, and 15/16 of 25.2 MB, each byte of which takes 1 / (8 x 36.7 GB/s) and "
+    "0.42 ps: most of it is steps, not bytes",
     lambda results: results["gather_ms"],
 )
 

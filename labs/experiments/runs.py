@@ -8,7 +8,7 @@ import statistics
 
 from harness import LABS
 
-FIRST_GUESS = {"matmul": 7e14, "network": 5e10, "hop": 1e-5, "spread": 1e-13, "host": 1e-3}
+FIRST_GUESS = {"matmul": 7e14, "network": 5e10, "hop": 1e-5, "host": 1e-3}
 FIRST_GUESS |= {"other": 0.01}  # from where a fit can start
 
 
