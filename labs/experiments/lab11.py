@@ -19,7 +19,7 @@ from experiments.runs import (
 )
 from harness import table
 
-COLOURS = "#0072b2", "#56b4e9", "#009e73", "#f0e442", "#e69f00", "#d55e00"
+COLOURS = "#0072b2", "#56b4e9", "#009e73", "#cc79a7", "#e69f00", "#d55e00"
 SLOW = 0.4  # seconds a microbatch: between the residuals of pipelines that wait and the others'
 
 
@@ -223,7 +223,7 @@ def draw(results, path):
         draw_plan(axis, results["plan"])
     elif "split" in results:
         figure, axis = pyplot.subplots(figsize=(10, 2.5), layout="constrained")
-        draw_plan(axis, [{"strategy": "split", "parts": results["split"]}])
+        draw_plan(axis, [{"strategy": "", "parts": results["split"], "fits": None}])
     else:
         figure, axes = pyplot.subplots(1, 3, figsize=(16, 5), layout="constrained")
         draw_dots(axes[0], results["dots"])

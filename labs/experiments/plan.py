@@ -17,8 +17,9 @@ from pathlib import Path
 from harness import LABS, load, table
 
 MODELS = load(LABS / "lab11_time.py").MODELS
-COLOURS = "#0072b2", "#56b4e9", "#009e73", "#f0e442", "#e69f00", "#d55e00", "#cc79a7", "0.4", "0.7"
-
+COLOURS = {"matmul": "#0072b2", "attention": "#56b4e9", "memory": "#009e73"}
+COLOURS |= {"communication": "#d55e00", "host": "#cc79a7", "bubble": "0.8"}
+COLOURS |= {"gradients": "#e69f00", "optimizer": "#f0e442", "other": "0.4"}
 STRATEGIES = {  # in the lesson: (what people call it, oom_search.py's arguments)
     "tp": ("TP", ["tp"]),
     "sp": ("Megatron SP", ["sp_megatron"]),
@@ -193,15 +194,18 @@ def split_type(text):
     return form[1], nodes, (dp, pp, tp)
 
 
-def draw_plan(axis, plan):
-    colours, unused = {}, iter(COLOURS)
-    for row in plan:
-        left = 0.0
-        for name, seconds in row["parts"].items():
-            label = None if name in colours else name
-            colours[name] = colours[name] if name in colours else next(unused)
-            axis.barh(row["strategy"], seconds, left=left, color=colours[name], label=label)
-            left += seconds
+def draw_plan(axis, rows):
+    """A bar for each row of plan(), and what fills it."""
+    for name, colour in COLOURS.items():
+        labels, lefts, widths = [], [], []
+        for row in rows:
+            before = list(COLOURS)[: list(COLOURS).index(name)]
+            label = STRATEGIES.get(row["strategy"], [row["strategy"]])[0]
+            labels.append(label + (" (does not fit)" if row["fits"] is False else ""))
+            lefts.append(sum(row["parts"].get(part, 0.0) for part in before))
+            widths.append(row["parts"].get(name, 0.0))
+        if any(widths):
+            axis.barh(labels, widths, left=lefts, color=colour, label=name)
     axis.invert_yaxis()
     axis.set(xlabel="seconds a step", title="What fills a step")
     axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
