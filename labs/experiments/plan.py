@@ -12,8 +12,10 @@ import re
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 
+from experiments.runs import half, judged, measured, read_runs, scored
 from harness import LABS, load, table
 
 MODELS = load(LABS / "lab11_time.py").MODELS
@@ -58,26 +60,29 @@ def message_seconds(lab, op, calls, size, gpus, cluster):
     return calls * ring * (2 if op == "all_reduce" else 1)
 
 
-def sequence_parts(lab, model, strategy, gpus, length, cluster):
-    """({part: seconds} of a sequence on the busiest rank, its layers)."""
-    layers, tp, tokens = model.layers, 1, length
-    if strategy in ("tp", "sp"):
-        tp = gpus
-    elif strategy == "pp":
-        layers = max(lab.stage_layers(model, gpus))
-    else:
-        tokens = -(-length // gpus)  # padded
-    one = lab.layer_parts(model, tokens, length, tp, cluster)
+def rank_parts(lab, model, strategy, layers, head, gpus, length, cluster):
+    """{part: seconds} of a sequence on a rank with so many layers (and the head)."""
+    tp = gpus if strategy in ("tp", "sp") else 1
+    tokens = -(-length // gpus) if strategy.startswith("ulysses") else length  # padded
+    parts = lab.layer_parts(model, tokens, length, tp, cluster)
     if strategy == "tp":  # norms and residual sums of all tokens, on every rank: 22 passes
         unsharded = 22 * lab.BF16 * tokens * model.hidden * (1 - 1 / tp)
-        one = lab.add_up(one, {"memory": unsharded / cluster.memory})
-    parts = {name: AGAIN * layers * seconds for name, seconds in one.items()}
-    if strategy != "pp":
-        head = lab.head_parts(model, tokens, tp, cluster)
-        parts = lab.add_up(parts, {name: AGAIN * part for name, part in head.items()})
+        parts = lab.add_up(parts, {"memory": unsharded / cluster.memory})
+    parts = {name: layers * seconds for name, seconds in parts.items()}
+    if head:
+        parts = lab.add_up(parts, lab.head_parts(model, tokens, tp, cluster))
     del parts["communication"]  # nanotron's, which hides some of it
-    host = AGAIN * layers * cluster.host
-    return parts | {"host": lab.host_gap(sum(parts.values()), host)}
+    parts = {name: AGAIN * seconds for name, seconds in parts.items()}
+    return parts | {"host": lab.host_gap(sum(parts.values()), AGAIN * layers * cluster.host)}
+
+
+def sequence_parts(lab, model, strategy, *setting):
+    """The same of the slowest rank; setting: gpus, length, cluster."""
+    gpus, ranks = setting[0], [(model.layers, True)]
+    if strategy == "pp":  # pp.py's stages: the first hold the layers that are left over
+        ranks = [(-(-model.layers // gpus), gpus == 1), (model.layers // gpus, True)]
+    works = [rank_parts(lab, model, strategy, *rank, *setting) for rank in ranks]
+    return max(works, key=lambda parts: sum(parts.values()))
 
 
 def strategy_parts(lab, model, strategy, gpus, length, sequences, cluster):
@@ -209,3 +214,40 @@ def draw_plan(axis, rows):
     axis.invert_yaxis()
     axis.set(xlabel="seconds a step", title="What fills a step")
     axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+def timetable():
+    """What the explorer's view of time shows: plans of many settings, and the runs.
+
+    steps: {"model gpu nodes network strategy": [of each length [of each number of sequences
+    [seconds of each part]]]}; runs: [what a run was, tp, predicted, measured tokens/s a GPU].
+    """
+    lab, steps = load(LABS / "lab11_time.py"), {}
+    models, nodes = [name for name in MODELS if name.startswith("llama")], [1, 2, 4]
+    lengths, counts = [4096 * 2**i for i in range(9)], [4, 16, 64]
+    networks = {"measured": {}, "ideal": {"network": 50e9, "hop": 0.0, "spread": 0.0}}
+    for name, gpu, count, network in product(models, MEMORY, nodes, networks):
+        cluster = dataclasses.replace(cluster_of(lab, gpu), **networks[network])
+        for strategy in STRATEGIES:
+            setting = lab, MODELS[name], strategy, count * cluster.node
+            rows = []
+            for length in () if why_not(*setting[1:]) else lengths:
+                parts = [strategy_parts(*setting, length, some, cluster) for some in counts]
+                rows.append([[significant(part.get(key, 0)) for key in COLOURS] for part in parts])
+            steps[f"{name} {gpu} {count} {network} {strategy}"] = rows
+    judge, dots = [row for row in read_runs() if judged(row) and half(row) == 1], []
+    for row in judge:
+        names = "model", "nodes", "dp", "tp", "mbs", "gradacc", "zero"
+        told = ", ".join(f"{key} {row[key]}" for key in names).removeprefix("model ")
+        dots.append([told, int(row["tp"]), significant(lab.predict_run(row)), measured(row)])
+    flops = {name: [sum(lab.flops_per_token(MODELS[name], n)) for n in lengths] for name in models}
+    data = {"models": models, "gpus": [*MEMORY], "nodes": nodes, "networks": [*networks]}
+    data |= {"strategies": {key: words for key, (words, _) in STRATEGIES.items()}}
+    data |= {"lengths": lengths, "counts": counts, "parts": [*COLOURS], "steps": steps}
+    score = {name: float(value) for name, value in scored(lab, judge, lab.H100).items()}
+    return data | {"runs": dots, "score": score, "flops": flops, "peak": lab.H100.peak}
+
+
+def significant(number):
+    """With 4 digits, to keep the page small."""
+    return float(f"{number:.4g}")
