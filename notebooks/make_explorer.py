@@ -1,6 +1,6 @@
 """Makes explorer.html: one file with the page (explorer/) and the data that it shows.
 
-    python notebooks/make_explorer.py                         # all four views
+    python notebooks/make_explorer.py                         # all five views
     python notebooks/make_explorer.py --only layouts          # these; the others' data stay
 
 The page computes no layout, memory or schedule: the scripts that it is about run here.
@@ -25,6 +25,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "labs")]
 import torch  # noqa: E402
 from checks.lab1 import gather_and_add  # noqa: E402
+from experiments.plan import timetable  # noqa: E402
 from harness import LABS, load  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
@@ -34,7 +35,7 @@ import sp_layout_sim  # noqa: E402
 
 PAGE, PARTS = HERE / "explorer.html", HERE / "explorer"
 DATA = re.compile(r'(?<=<script type="application/json" id="data">).*?(?=</script>)', re.DOTALL)
-SCRIPTS = ["shell.js", "layouts.js", "memory.js", "pipelines.js", "collectives.js"]
+SCRIPTS = ["shell.js", "layouts.js", "memory.js", "pipelines.js", "collectives.js", "time.js"]
 
 
 # Layouts: sp_layout_sim.py's own run, watched
@@ -368,7 +369,7 @@ def collectives():
     return data
 
 
-VIEWS = {f.__name__: f for f in (layouts, memory, pipelines, collectives)}
+VIEWS = {f.__name__: f for f in (layouts, memory, pipelines, collectives)} | {"time": timetable}
 
 
 def embedded(page):

@@ -16,7 +16,7 @@ import pp
 import sp_layout_sim
 
 PAGE = ROOT / "notebooks" / "explorer.html"
-VIEWS = ["layouts", "memory", "pipelines", "collectives"]
+VIEWS = ["layouts", "memory", "pipelines", "collectives", "time"]
 SIZES = {"projector": (1280, 800), "phone": (390, 844)}
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking"]
 QUIET += ["--disable-component-update", "--disable-sync", "--no-first-run"]
@@ -36,7 +36,7 @@ def test_page_is_made_of_its_parts(maker):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("view", ["layouts", "pipelines", "collectives"])
+@pytest.mark.parametrize("view", ["layouts", "pipelines", "collectives", "time"])
 def test_data_is_the_scripts(maker, view):
     anew = json.loads(json.dumps(maker.VIEWS[view]()))
     assert maker.embedded(PAGE)[view] == anew, "run make_explorer.py"
@@ -98,7 +98,7 @@ def wait(tab, condition):
 @pytest.mark.parametrize("view", VIEWS)
 def test_view_fits(browser, view, size, scheme):
     with opened(browser, view, size, color_scheme=scheme) as tab:
-        assert tab.locator("nav a").count() == 4
+        assert tab.locator("nav a").count() == 5
         assert tab.locator("nav a[aria-current]").get_attribute("href").startswith(f"#{view}")
         wide, shown = tab.evaluate("[document.documentElement.scrollWidth, innerWidth]")
         assert wide <= shown
