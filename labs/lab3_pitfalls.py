@@ -99,7 +99,6 @@ copy_to_tp_region = CopyToTPRegion.apply  # (x, group) -> x
 reduce_from_tp_region = ReduceFromTPRegion.apply
 
 
-# Copied from tp.py
 def shift(labels):
     """The target of each token is the next one; the last has none. (b, s) -> (b, s)"""
     return F.pad(labels[:, 1:], (0, 1), value=IGNORE)

@@ -125,7 +125,6 @@ def all_reduce(x, group, op=dist.ReduceOp.SUM):
     return x
 
 
-# Copied from sp_megatron.py
 def all_gather(x, group):
     """Every rank's tokens (b, s/P, h) -> all tokens (b, s, h)."""
     if group.size() == 1:
@@ -136,7 +135,6 @@ def all_gather(x, group):
     return out.transpose(0, 1).contiguous()
 
 
-# Copied from sp_megatron.py
 def reduce_scatter(x, group):
     """Sum of all ranks' (b, s, h), of which each receives its own tokens (b, s/P, h)."""
     if group.size() == 1:
@@ -149,7 +147,7 @@ def reduce_scatter(x, group):
 
 # Copied from sp_megatron.py
 class GatherFromSPRegion(torch.autograd.Function):
-    """Megatron's g. Every rank's columns used all tokens, so dx is a sum; each owns s/P of it."""
+    """Megatron's g. Every rank's columns used all tokens, so dx is a sum; each rank needs s/P."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -186,7 +184,6 @@ def split(n, rank, world):
     return rank * base + min(rank, extra), (rank + 1) * base + min(rank + 1, extra)
 
 
-# Copied from tp.py
 def head_range(config, rank, world):
     """Query heads [q0, q1) and KV heads [k0, k1) of a rank; how many ranks hold the same KV heads.
 
@@ -210,7 +207,6 @@ def head_range(config, rank, world):
     return (k * queries + q0, k * queries + q1), (k, k + 1), replicas
 
 
-# Copied from tp.py
 def keep(parameter, dim, start, end, replicas=1):
     """A Parameter of its own with rows (dim 0) or columns (dim 1) [start, end) of a full one.
 
@@ -221,7 +217,6 @@ def keep(parameter, dim, start, end, replicas=1):
     return kept
 
 
-# Copied from sp_megatron.py
 class VocabParallelEmbedding(nn.Module):
     """Rows [start, end) of an nn.Embedding; another rank's token looks up nothing here."""
 
@@ -238,7 +233,6 @@ class VocabParallelEmbedding(nn.Module):
         return reduce_scatter_to_sp_region(out.masked_fill(elsewhere[..., None], 0), self.group)
 
 
-# Copied from tp.py
 def wrap(module, forward):
     """Have a module run forward(inner, x, ...), inner being what it ran so far.
 
@@ -254,7 +248,6 @@ def wrap(module, forward):
     module.__class__ = type(kind.__name__, (kind,), {"forward": wrapped})
 
 
-# Copied from sp_megatron.py
 def parallel_block(block, group):
     """Run an attention or MLP block as leave(block(enter(x)))."""
 
@@ -272,14 +265,14 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     """-log softmax(logits)[target] with the vocabulary cut over the ranks (Megatron-LM).
 
     logits (n, v/P): columns [start, start + v/P); target (n): ids of the whole vocabulary. Returns
-    the loss of each token, (n). Three numbers a token are reduced instead of gathering v of them.
+    the loss of each token, (n). Three numbers per token are reduced instead of gathering v of them.
     """
 
     @staticmethod
     def forward(ctx, logits, target, start, group):
-        largest = logits.max(-1, keepdim=True).values.float()
-        peak = all_reduce(largest, group, dist.ReduceOp.MAX)
-        shifted = logits - peak  # float32, as peak is; at most 0: exp stays finite
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        peak = all_reduce(logits.max(-1, keepdim=True).values.to(wide), group, dist.ReduceOp.MAX)
+        shifted = logits - peak  # at most 0: exp stays finite
         elsewhere = (target < start) | (target >= start + logits.shape[-1])
         column = (target - start).masked_fill(elsewhere, 0)[:, None]
         target_logit = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0)
@@ -298,7 +291,6 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         return softmax.mul_(grad[:, None]).to(logits.dtype), None, None, None
 
 
-# Copied from tp.py
 def vocab_parallel_cross_entropy(logits, target, start, group):
     """Loss of each token, (b, s), from this rank's logits (b, s, v/P); 0 where target is IGNORE."""
     flat = logits.flatten(0, 1), target.flatten()
@@ -306,7 +298,6 @@ def vocab_parallel_cross_entropy(logits, target, start, group):
     return loss.view_as(target).masked_fill(target == IGNORE, 0)
 
 
-# Copied from sp_megatron.py
 def token_loss(model, hidden, targets, group):
     """Sum of the losses of every rank's tokens hidden (b, c/P, h), each with v/P columns."""
     hidden = gather_from_sp_region(hidden, group)  # (b, c, h): the head is column parallel
