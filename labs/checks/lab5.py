@@ -19,6 +19,7 @@ from checks.models import (
     against_one_device,
     random_ids,
     tiny_model,
+    uneven_length,
 )
 from checks.styles import (
     LAYER,
@@ -187,7 +188,7 @@ def check_llama_plan(lab, group, seed):
             left = getattr(plan.get(f"{LAYER}.{name}"), "output_layouts", (tokens,))
             found = f"{case}: {name} leaves {left}, not {tokens}"
             expect(left == (tokens,), found, "o_proj and down_proj leave TOKENS")
-        ids = random_ids(seed, 9)  # P does not divide that
+        ids = random_ids(seed, uneven_length(DeviceMesh.from_group(group, "cpu")))
         try:
             errors, forward, backward, norms = against_one_device(lab, model, plan, group, ids)
         except NotImplementedError:  # an exercise not done; it is a RuntimeError

@@ -4,7 +4,7 @@ import random
 
 import torch
 import torch.distributed as dist
-from checks.models import Collectives, full, random_ids, tiny_model
+from checks.models import Collectives, full, random_ids, tiny_model, uneven_length
 from harness import LABS, Wrong, expect, expect_close, load, relative_error
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -69,7 +69,8 @@ class Reads(nn.Module):
 def check_all_gather_style(lab, group, seed):
     torch.manual_seed(seed)
     mesh, P, h, worst = DeviceMesh.from_group(group, "cpu"), group.size(), 10, 0
-    cases = (Shard(1), 7, False), (Shard(1), 8, True), (Replicate(), 7, True)
+    uneven = uneven_length(mesh)
+    cases = (Shard(1), uneven, False), (Shard(1), 8, True), (Replicate(), 7, True)
     for layout, tokens, plain in cases:
         case = f"{layout}, {tokens} tokens, {'plain tensors' if plain else 'DTensors'}"
         model = Reads(LlamaRMSNorm(h), h)
