@@ -1,7 +1,7 @@
 """Which strategy, how fast, and does it fit? This project's strategies by lab 11's model of time.
 
 Called by labs/experiments/lab11.py (--plan). A step is `sequences` sequences of `length` tokens,
-one at a time through all GPUs (PP: as its microbatches), forward and backward, layers recomputed.
+one at a time through all GPUs (PP: as its microbatches), layers recomputed, and an AdamW step.
 Messages are those that the scripts send, one after the other, and nothing hides them.
 """
 
@@ -99,6 +99,10 @@ def strategy_parts(lab, model, strategy, gpus, length, sequences, cluster):
     stages = gpus if strategy == "pp" else 1
     work, bubble = lab.pipeline_seconds(sum(parts.values()), stages, sequences)
     parts = {name: part * sequences for name, part in parts.items()}
+    tables = (1 if model.tied else 2) * model.head_weights
+    weights = model.layers * model.layer_weights + tables  # Ulysses updates all on every rank
+    shards = 1 if strategy == "ulysses" else gpus
+    parts["optimizer"] = lab.optimizer_seconds(weights / shards, 1, 0, cluster)
     return parts | {"bubble": bubble, "gradients": once, "other": cluster.other}
 
 

@@ -118,7 +118,7 @@ view({
         html("div", {}, html("h2", {}, "Runs that nothing was fitted to"), runsChart(),
           html("div", { class: "legend" }, Object.entries(TP_COLOURS).map(([tp, colour]) => entry(`var(--${colour})`, `tp ${tp}`))))),
       html("p", { class: "note" },
-        `Forward and backward, layers recomputed, bf16; messages as the scripts send them, and nothing hides them. Whether it fits: the view Memory. ` +
+        `Layers recomputed, bf16, AdamW; messages as the scripts send them, and nothing hides them. Whether it fits: the view Memory. ` +
         `Where runs could check the model (dp x tp of 4,096 tokens, grey: within 10%) half were off by ${percent(score.median, 1)} or less, ` +
         `${percent(1 - score.within_20)} by over 20%. Nobody has checked all-to-all, recomputation, long sequences or an H200 here.`));
   },
