@@ -45,9 +45,10 @@ def check_platform():
 
 
 def check_writable(path):
-    """Raise UsageError for a path that no file can be written to; None is fine."""
+    """The path; raises UsageError where no file can be written to it. None is fine."""
     if path and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):
         raise UsageError(f"cannot write {path}: a directory, or in none that can be written")
+    return path
 
 
 def atomic_write(path, write):

@@ -36,6 +36,12 @@ Hopper (compute capability below 10), and no longer since Blackwell. FSDP wants 
 what it prefetches is independent work on other streams. A CPU has no such queues: here a thread
 carries the messages, over a simulated slow link.
 
+Data parallelism (DP) overlaps the same way, over the whole backward: as soon as the gradients of a
+bucket of parameters are there their all-reduce starts, while the layers before them still compute:
+
+    compute   |-layer 3-|-layer 2-|-layer 1-|
+    link                |--bucket of 3--|--bucket of 2 and 1--|
+
     python labs/lab4_overlap.py                      # checks and experiments
     python labs/lab4_overlap.py --plot lab4.png --json lab4.json
     python labs/lab4_overlap.py --predict 1920       # first your guess, see the last lines
@@ -53,6 +59,7 @@ runtime/domino/transformer.py, which cuts the batch in two for that.
 
 import math
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -193,6 +200,105 @@ class SPLinear(torch.autograd.Function):
 
 tp_linear = TPLinear.apply  # (x (s, b, h), weight, bias, group) -> (s, b, o/P)
 sp_linear = SPLinear.apply  # (x (s/P, b, h), weight, bias, group) -> (s, b, o/P)
+
+
+# --------------------------------------------------------------------------------------------------
+# Data parallelism: gradient buckets
+# --------------------------------------------------------------------------------------------------
+
+
+def make_buckets(parameters, most):
+    """[[parameter]]: the parameters, last first, in buckets of at most `most` numbers together.
+
+    A parameter with more than `most` numbers has a bucket of its own. Last first, because the
+    backward reaches the last layer first: the first bucket is complete while most of the backward
+    is still to come. Source: torch/nn/parallel/distributed.py, bucket_cap_mb.
+    """
+    # exercise: make_buckets
+    buckets, room = [], 0
+    for p in reversed(list(parameters)):
+        if not buckets or p.numel() > room:
+            buckets.append([])
+            room = most
+        buckets[-1].append(p)
+        room -= p.numel()
+    return buckets
+    # end exercise
+
+
+class DataParallel:
+    """Replicas of a model whose gradients are summed over the ranks while the backward runs.
+
+    A simple DistributedDataParallel. Each rank has all parameters and sequences of its own, and its
+    loss is a sum over its tokens. A step: backward() for each microbatch, all but the last inside
+    no_sync(); then finish(tokens), and the optimizer.
+
+    started: how many buckets' all-reduces have been started, always in the order of the buckets,
+    since the ranks' collectives meet in the order of their calls; works: (work, vector) of each.
+    arrived: the parameters whose gradients of the last microbatch are complete.
+    """
+
+    def __init__(self, parameters, group, most):
+        self.buckets, self.group, self.sync = make_buckets(parameters, most), group, True
+        self.reset()
+        for bucket in self.buckets:
+            for p in bucket:
+                p.register_post_accumulate_grad_hook(self.on_gradient)
+
+    def reset(self):
+        """No bucket has started, no gradient has arrived."""
+        self.started, self.works, self.arrived = 0, [], set()
+
+    @contextmanager
+    def no_sync(self):
+        """Backward inside only adds to .grad."""
+        self.sync = False
+        yield
+        self.sync = True
+
+    def on_gradient(self, p):
+        """Called when p.grad is complete: start every bucket that may go now, in their order.
+
+        A bucket may go when all its gradients have arrived and those before it have gone.
+        """
+        # exercise: on_gradient
+        if not self.sync:
+            return
+        self.arrived.add(p)
+        while self.started < len(self.buckets) and self.arrived.issuperset(
+            self.buckets[self.started]
+        ):
+            self.start()
+        # end exercise
+
+    def start(self):
+        """Start the next bucket's all-reduce: one message of all its gradients, zeros for none."""
+        grads = [
+            torch.zeros_like(p) if p.grad is None else p.grad for p in self.buckets[self.started]
+        ]
+        vector = torch.cat([grad.flatten() for grad in grads])
+        self.works.append((dist.all_reduce(vector, group=self.group, async_op=True), vector))
+        self.started += 1
+
+    def finish(self, tokens):
+        """After the last backward: .grad of each parameter is the gradient of the mean loss.
+
+        The mean is over the tokens of all ranks, of which this rank has `tokens`: ranks with fewer
+        tokens count less. A parameter that a rank's loss did not use has no gradient there, and its
+        bucket has not gone yet: it goes now, so that the other ranks' sums can end. At the end
+        reset(), for the next step.
+        """
+        # exercise: finish
+        while self.started < len(self.buckets):
+            self.start()
+        count = torch.tensor(float(tokens), dtype=torch.float64)
+        dist.all_reduce(count, group=self.group)
+        for bucket, (work, vector) in zip(self.buckets, self.works):
+            work.wait()
+            for p, part in zip(bucket, vector.split([p.numel() for p in bucket])):
+                p.grad = part.view_as(p) / count.item()
+        self.reset()
+        # end exercise
 
 
 if __name__ == "__main__":  # the lab's checks and experiments, of labs/ and of my_labs/

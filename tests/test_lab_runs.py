@@ -208,6 +208,10 @@ def test_lab4(run):
         assert carried == (["all_reduce"] if way == "TP" else ["all_gather", "reduce_scatter"])
         assert timeline["wire_bytes"] == 4 * 512 * 1024, "as many for TP as for SP"
         assert timeline["seconds"] >= max(end for _, _, end in timeline["messages"])
+    one, some, each = results["buckets"]
+    assert [row["messages"] for row in results["buckets"]] == [2, 4, 7]
+    assert one["bytes"] == each["bytes"] and one["hidden"] < 0.1, "it starts when all is computed"
+    assert each["hidden"] > 0
     for row in results["gains"]:
         assert 0 <= row["hidden"] <= 1 and row["gain"] > 0
         assert 1 < row["at_best"] <= 2 * max(1, row["message_over_gemm"])

@@ -96,6 +96,7 @@ BAD = [
     ("lab1", "--typo", "unrecognized arguments: --typo"),
     ("lab2", "--label-smoothing 1", "argument --label-smoothing: 1 is not a number above 0 and"),
     ("lab2", "--label-smoothing nan", "argument --label-smoothing: nan is not a number above 0"),
+    ("lab4", "--profile /nowhere/trace.json", "cannot write /nowhere/trace.json"),
     ("lab5", "--model gpt2", "argument --model: invalid choice: 'gpt2'"),
     ("lab5", "--sp --hf-plan", "argument --hf-plan: not allowed with argument --sp"),
     ("lab5", "--plan no_such.plan", "argument --plan: no plan at no_such.plan"),

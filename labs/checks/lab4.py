@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from checks import buckets
 from checks.link import Link
 from harness import LABS, Wrong, expect, expect_close, load
 from torch.utils._pytree import tree_leaves
@@ -262,6 +263,9 @@ def check_sp_linear(lab, group, seed):
 
 
 CHECKS = {
+    "make_buckets": (buckets.check_make_buckets, 1),
+    "on_gradient": (buckets.check_on_gradient, 2),
+    "finish": (buckets.check_finish, 3),
     "memory_buffer": (check_memory_buffer, 1),
     "accumulation_fusion": (check_accumulation_fusion, 1),
     "tp_backward": (check_tp_backward, 3),

@@ -6,11 +6,12 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from checks.lab4 import SP_ORDER, TP_ORDER, expect_order, kept_storages, one_device
+from checks.lab4 import SP_ORDER, TP_ORDER, expect_order, one_device
 from checks.link import Link
 from checks.tools import appears, shared_folder
-from cli import positive
+from cli import check_writable, positive
+from experiments.aliasing import aliasing
+from experiments.buckets import buckets
 from harness import expect_close, on_ranks, table
 from pictures import BLUE, GREY, ORANGE, SKY, picture
 
@@ -111,8 +112,8 @@ def timings(lab, args):
         if ratio == 1:
             middle = gains.index(statistics.median_low(gains))
             timelines[way] = dict(zip(["blocking", "overlapped"], pairs[middle][0]))
-    print(f"\n{TOKENS} tokens, {HIDDEN} -> {FEATURES // 2} features on each of 2 ranks:")
-    print(f"a backward; a GEMM takes {1000 * gemm:.0f} ms; medians of {args.pairs} pairs, or 3")
+    shape = f"{TOKENS} tokens, {HIDDEN} -> {FEATURES // 2} features on each of 2 ranks"
+    print(f"\n{shape}: a GEMM takes {1000 * gemm:.0f} ms; medians of {args.pairs} pairs, or 3")
     print("(messages / GEMMs and at best: of the blocking runs, were each message under its GEMM)")
     lines = [["", "messages / GEMMs", "blocking ms", "overlapped ms", "gain", "at best", "hidden"]]
     for row in rows:
@@ -156,86 +157,20 @@ def unwaited(lab, args):
     lines, off = [["", "handle.wait()", "dx", "dW"]], []
     for row in rows:
         called = "called" if row["waits"] else "left out"
-        line = [row["way"], called, f"{row['dx']:.0%}", f"{row['dw']:.0%}"]
-        lines.append(line)
+        lines.append(line := [row["way"], called, f"{row['dx']:.0%}", f"{row['dw']:.0%}"])
         if (row["dx"] or row["dw"]) if row["waits"] else row["dx"] <= 0.9:
             off.append(f"{row['way']}, wait() {called}: {line[2]} of dx, {line[3]} of dW wrong")
     table(*lines)
     return rows, off
 
 
-class KeptLinear(torch.autograd.Function):
-    """sp_linear, but what was gathered, into place(shape), is kept for the backward; no bias."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, group, place):
-        ctx.group, ctx.shape = group, x.shape
-        total = place((group.size() * x.shape[0], *x.shape[1:]))
-        dist.all_gather_into_tensor(total, x, group=group)
-        ctx.save_for_backward(total, weight)
-        return F.linear(total, weight)
-
-    @staticmethod
-    def backward(ctx, grad):
-        total, weight = ctx.saved_tensors
-        mine = grad.new_empty(ctx.shape)
-        dist.reduce_scatter_tensor(mine, grad @ weight, group=ctx.group)
-        return mine, grad.flatten(0, 1).T @ total.flatten(0, 1), None, None, None
-
-
-SHARD, OWN, SHARED = "the shard, gathered again", "all of x", "all of x, in the shared buffer"
-
-
-def ways_to_keep(lab):
-    """{what is kept: a layer that keeps it}; the last, where Megatron gathers to read once."""
-
-    def in_shared_memory(shape):
-        return lab.BUFFER.get_tensor(shape, torch.float32, "mpu")
-
-    return {
-        SHARD: lab.sp_linear,
-        OWN: lambda *given: KeptLinear.apply(*given, torch.empty),
-        SHARED: lambda *given: KeptLinear.apply(*given, in_shared_memory),
-    }
-
-
-def aliasing_on_rank(group, lab, seed):
-    """Two layers, each of which keeps its input for the backward, in three ways: rows."""
-    rows = []
-    for kept, function in ways_to_keep(lab).items():
-        generator, memory = torch.Generator().manual_seed(seed), {}
-        layers = [one_device(generator, group, 128, 2, 256, 64, "SP", bias=False) for _ in range(2)]
-        for layer in layers:
-            layer.out, sizes = kept_storages(layer, function, group)
-            memory |= sizes
-        for layer in reversed(layers):
-            layer.out.backward(layer.dy)
-        off = [(torch.norm(one.weight.grad - one.dw) / torch.norm(one.dw)).item() for one in layers]
-        rows.append({"kept": kept, "bytes": sum(memory.values()), "dw_errors": off})
-    return rows
-
-
-def aliasing(lab, args):
-    """What keeping shared memory does to the first layer's dW; returns (rows, what is off)."""
-    rows = on_ranks(2, aliasing_on_rank, lab, args.seed)[0]
-    print("\ntwo layers, each with an x (128, 2, 256) of its own: how far off is its dW?")
-    lines, off = [["kept for the backward", "bytes", "first layer's dW", "second layer's dW"]], []
-    for row in rows:
-        errors = [f"{error:.0%}" for error in row["dw_errors"]]
-        lines.append([row["kept"], row["bytes"], *errors])
-        first, second = row["dw_errors"]
-        if not second < 1e-5 or (first < 1e-5) == (row["kept"] == SHARED):
-            off.append(f"{row['kept']}: the layers' dW are {' and '.join(errors)} off")
-    table(*lines)
-    return rows, off
-
-
 def experiment(lab, args):
-    """{"gemm_seconds", "gains", "timelines", "unwaited", "aliasing", "failed": what is off}."""
+    """{"gemm_seconds", "gains", "timelines", "unwaited", "aliasing", "buckets", "failed"}."""
     results = timings(lab, args)
     results["unwaited"], early = unwaited(lab, args)
     results["aliasing"], kept = aliasing(lab, args)
-    return results | {"failed": early + kept}
+    results["buckets"], messages = buckets(lab, args)
+    return results | {"failed": early + kept + messages}
 
 
 DGRAD, WGRAD, MESSAGE = BLUE, SKY, ORANGE
@@ -251,8 +186,8 @@ def draw(results, path):
 def draw_gains(axis, rows):
     """The gain of overlap at each speed of the link, measured and at best."""
     finer = [2 ** (i / 16) for i in range(-40, 41)]
-    curve = [(1 + ratio) / max(1, ratio) for ratio in finer]
-    axis.plot(finer, curve, color=GREY, label="at best: (C + M) / max(C, M)")
+    best = [(1 + ratio) / max(1, ratio) for ratio in finer]
+    axis.plot(finer, best, color=GREY, label="at best: (C + M) / max(C, M)")
     measured = [row["message_over_gemm"] for row in rows], [row["gain"] for row in rows]
     axis.plot(*measured, "o", color=DGRAD, label="measured, medians")
     axis.set_xscale("log", base=2)
@@ -297,4 +232,11 @@ PREDICT = (
 
 def add_options(parser):
     """The lab's own options."""
-    parser.add_argument("--pairs", type=positive, default=7, help="timings of each way (7)")
+    add = parser.add_argument
+    add("--pairs", type=positive, default=7, help="timings of each way (7)")
+    add(
+        "--profile",
+        metavar="FILE",
+        type=check_writable,
+        help="trace of a step, for Perfetto",
+    )
