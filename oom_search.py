@@ -834,10 +834,10 @@ def report(rows, options):
     if "plain" in options.strategies:
         print("plain: Hugging Face's own model and loss, all logits at once whatever --loss says")
     entries = [(label(row), entry) for row in rows for entry in row.get("at", [row])]
-    for kernel in dict.fromkeys(entry.get("attention") for _, entry in entries):
-        users = dict.fromkeys(name for name, entry in entries if entry.get("attention") == kernel)
-        if kernel:
-            print(f"attention of {', '.join(users)}: {kernel}")
+    kernels = dict.fromkeys(e["attention"] for _, e in entries if e.get("attention"))
+    for kernel in kernels:
+        users = dict.fromkeys(name for name, e in entries if e.get("attention") == kernel)
+        print(f"attention{' of ' + ', '.join(users) if len(kernels) > 1 else ''}: {kernel}")
     if not options.at:
         say_limits(rows, options)
     say_parts(rows, options)
