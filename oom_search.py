@@ -35,6 +35,7 @@ It does not count:
 """
 
 import argparse
+import asyncio
 import hashlib
 import importlib.util
 import json
@@ -560,8 +561,8 @@ def end(job):
 # ---- 4. The search -------------------------------------------------------------------------------
 
 
-def search(budget, first, second=None):
-    """Find the largest k that fits: a generator of k to try, which is sent (fits, peaks) for each.
+async def search(budget, take, first, second=None):
+    """Find the largest k that fits; `fits, peaks = await take(k)` tries one.
 
     peaks: {k: bytes}, what is known of the memory that lengths take; it may be empty. Returns k (0:
     not even 1), which was tried, as was k + 1, which does not fit. Memory is close to a straight
@@ -576,7 +577,7 @@ def search(budget, first, second=None):
         else:
             k = guess(budget, low, high, peaks)
         k = max(k, low + 1) if high is None else min(max(k, low + 1), high - 1)
-        fits, new = yield k
+        fits, new = await take(k)
         peaks |= new
         low, high = (k, high) if fits else (low, k)
         tries += 1
@@ -621,50 +622,53 @@ def takes(found, world, room, options):
     return row
 
 
-def answer(name, world, options, bracket):
-    """One strategy on `world` GPUs: a generator of probes (cases), which is sent their results.
+class Ended(Exception):
+    """A search that cannot go on: (what it adds to the row of the --json)."""
 
-    Searches, or tries the lengths of --at. Returns the row of the --json; bracket is kept:
-    [longest known to fit, shortest known not to].
+
+async def answer(name, world, options, ask):
+    """The row of the --json of one strategy on `world` GPUs: a search, or the lengths of --at.
+
+    ask(case): the result of a probe, awaited.
     """
-    step, tried = 1 if options.at else options.step, {}
-    start = 98304 if options.how == "predicted" else 16384  # one of them may run out of memory
-    first = max(1, (options.lo or start * world) // step)
-    second = options.hi and max(first + 1, options.hi // step)
-    room = budget(name, world, options)
-    walk = search(room, first, second)
-    if options.at:
-        walk = (length for length in options.at)  # whatever is sent
+    step, tried, room = 1 if options.at else options.step, {}, budget(name, world, options)
+    bracket = [0, None]  # longest known to fit, shortest known not to
     row = {"strategy": name, "nproc": world, "how": options.how, "step": step, "verdict": "found"}
     row["loss"] = options.loss if name != "plain" else "full"
-    k = next(walk)
-    while True:
+
+    async def take(k):
         found, peaks = {}, {}
         for rank in [0] if options.how == "measured" else ranks_to_try(name, world):
-            found[rank] = result = yield make_case(name, world, rank, k * step, options)
+            found[rank] = result = await ask(make_case(name, world, rank, k * step, options))
             if result["verdict"] in ("error", "unusable"):
                 why = {"error": result["why"], "log": result.get("log", [])}
-                return row | {"longest": None, "verdict": result["verdict"]} | why
+                raise Ended({"longest": None, "verdict": result["verdict"]} | why)
             fits = result["verdict"] == "ran" and result["peak"] <= room
             if result["verdict"] == "oom" or not (fits or options.at):  # a search knows enough
                 break
         tried[k] = entry = takes(found, world, room, options)
         bracket[0 if entry["fits"] else 1] = k * step
+        progress(row, bracket)
         if result.get("loading") and not options.at:  # no matter how long the sequence is
-            return row | {"longest": 0, "too_long": k * step} | entry
+            raise Ended({"longest": 0, "too_long": k * step} | entry)
         if parts := entry["breakdown"]:
             peaks[k] = max(entry["peak_memory_bytes"])
             # The optimizer's step takes as much, however short the sequence is
             flat = entry["peak_moment"] == "optimizer step"
             peaks[0] = peaks[k] if flat else parts["weights"] + parts["optimizer state"]
-        try:
-            k = walk.send((entry["fits"], peaks))
-        except StopIteration as stop:
-            longest = stop.value
-            break
-    if options.at:
-        return row | {"at": [{"length": length} | entry for length, entry in tried.items()]}
-    entry = tried.get(longest, NOTHING | {"attention": entry.get("attention")})
+        return entry["fits"], peaks
+
+    try:
+        if options.at:
+            entries = [{"length": k} | (await take(k), tried[k])[1] for k in options.at]
+            return row | {"at": entries}
+        start = 98304 if options.how == "predicted" else 16384  # one of them may run out of memory
+        first = max(1, (options.lo or start * world) // step)
+        longest = await search(room, take, first, options.hi and max(first + 1, options.hi // step))
+    except Ended as end:
+        return row | end.args[0]
+    kernel = next(iter(tried.values())).get("attention")
+    entry = tried.get(longest, NOTHING | {"attention": kernel})
     return row | {"longest": longest * step, "too_long": bracket[1]} | entry
 
 
@@ -717,54 +721,41 @@ def append(path, entry):
         print(f"error: cannot write the journal {path}: {problem.strerror}", file=sys.stderr)
 
 
-def run_all(options, stop):
+async def run_all(options, stop):
     """Search every strategy on every number of GPUs; returns the rows in the order asked for.
 
     stop: an Event, set by Ctrl-C; then no probe stays behind.
     """
     cells = [(name, world) for name in options.strategies for world in options.nproc]
-    waiting, active, rows, tried = list(cells), {}, {}, 0
-    brackets = {cell: [0, None] for cell in cells}
     known = {} if options.fresh else read_journal(options.journal)
+    turns = asyncio.Semaphore(options.jobs)
+
+    async def ask(folder, case):
+        """The result of a probe: from the journal, or by running it."""
+        if as_key(case) in known:
+            return known[as_key(case)]
+        job = launch(case, tempfile.mkdtemp(dir=folder), options.timeout)
+        try:
+            while not (result := results(job)):
+                if stop.is_set():
+                    raise KeyboardInterrupt
+                await asyncio.sleep(0.02)
+        finally:
+            end(job)
+        if result["verdict"] in ("ran", "oom"):  # an error may not come again
+            known[as_key(case)] = result
+            append(options.journal, {"case": case, "result": result})
+        return result
+
+    async def run_cell(cell, folder):
+        async with turns:
+            return await answer(*cell, options, partial(ask, folder))
+
     if options.how == "predicted":
         for name in PRELOAD:
             importlib.import_module(name)
-
-    def advance(cell, walk, result=None):
-        """Give a search its result; start the next probe not known already, or take the row."""
-        try:
-            case = walk.send(result)
-            while as_key(case) in known:
-                case = walk.send(known[as_key(case)])
-        except StopIteration as stop:
-            rows[cell] = stop.value
-        else:
-            active[cell] = walk, launch(case, tempfile.mkdtemp(dir=folder), options.timeout)
-
     with tempfile.TemporaryDirectory(prefix="oom_search_") as folder:
-        try:
-            while waiting or active:
-                if stop.is_set():
-                    raise KeyboardInterrupt
-                while waiting and len(active) < options.jobs:
-                    cell = waiting.pop(0)
-                    advance(cell, answer(*cell, options, brackets[cell]))
-                time.sleep(0.02)
-                for cell, (walk, job) in list(active.items()):
-                    result = results(job)
-                    if result:
-                        del active[cell]
-                        tried += 1
-                        if result["verdict"] in ("ran", "oom"):  # an error may not come again
-                            known[as_key(job.case)] = result
-                            append(options.journal, {"case": job.case, "result": result})
-                        advance(cell, walk, result)
-                        if result["verdict"] != "unusable":  # then one line says why, alone
-                            progress(cell, brackets[cell], tried, len(waiting))
-        finally:
-            for _, job in active.values():
-                end(job)
-    return [rows[cell] for cell in cells]
+        return await asyncio.gather(*(run_cell(cell, folder) for cell in cells))
 
 
 def count(world):
@@ -777,12 +768,11 @@ def label(row):
     return f"{row['strategy']} on {count(row['nproc'])}"
 
 
-def progress(cell, bracket, tried, waiting):
-    """One line: what is known of a search, and how many others have not begun."""
+def progress(row, bracket):
+    """One line: what is known of a search."""
     low, high = bracket
     bounds = f"{low:,} fits" + (f", {high:,} does not" if high else "")
-    spent = f"{tried} tried, {waiting} searches to come"
-    line = f"{cell[0]} on {count(cell[1])}: {bounds} | {spent}"
+    line = f"{label(row)}: {bounds}"
     print(f"{line:<100}", end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
 
 
@@ -844,10 +834,10 @@ def report(rows, options):
     if "plain" in options.strategies:
         print("plain: Hugging Face's own model and loss, all logits at once whatever --loss says")
     entries = [(label(row), entry) for row in rows for entry in row.get("at", [row])]
-    for kernel in dict.fromkeys(entry.get("attention") for _, entry in entries):
-        users = dict.fromkeys(name for name, entry in entries if entry.get("attention") == kernel)
-        if kernel:
-            print(f"attention of {', '.join(users)}: {kernel}")
+    kernels = dict.fromkeys(e["attention"] for _, e in entries if e.get("attention"))
+    for kernel in kernels:
+        users = dict.fromkeys(name for name, e in entries if e.get("attention") == kernel)
+        print(f"attention{' of ' + ', '.join(users) if len(kernels) > 1 else ''}: {kernel}")
     if not options.at:
         say_limits(rows, options)
     say_parts(rows, options)
@@ -981,7 +971,7 @@ def main(argv=None):
         stop = threading.Event()  # an exception would be lost where it meets a fork
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())
-        rows = run_all(options, stop)
+        rows = asyncio.run(run_all(options, stop))
         if all(row["verdict"] == "unusable" for row in rows):
             raise UsageError(rows[0]["error"])
         answered = report(rows, options)
