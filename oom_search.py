@@ -248,6 +248,8 @@ def on_meta(args, attend):
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     # DTensor and fully_shard ask torch.<device> for devices, of which fully_shard refuses meta
     torch.meta = SimpleNamespace(**vars(torch.cpu) | {"current_device": lambda: 0})
+    for name in ("stream_id", "device_index", "device_type"):
+        setattr(torch.cpu.Stream, name, 0)  # torch 2.15's fully_shard asks a stream for them
     FSDPParamGroup._validate_no_meta_params = lambda self: None
 
 
@@ -966,6 +968,9 @@ def choose_machine(options):
 
 def main(argv=None):
     """Returns the exit status: 0 all answered, 1 a strategy had an error, 2 unusable options."""
+    if sys.platform == "win32":
+        print("error: needs Linux or macOS; on Windows use WSL", file=sys.stderr)
+        return 2
     try:
         options = parse(argv)
         stop = threading.Event()  # an exception would be lost where it meets a fork

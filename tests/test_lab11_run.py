@@ -8,7 +8,6 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-import torch
 from conftest import ROOT
 from learner import LABS, SHOWN, harness, run_lab
 from pytest import approx
@@ -95,8 +94,8 @@ def test_messages_are_the_scripts(strategy, model, ranks):
     sizes |= {"num_attention_heads": ours.heads, "num_key_value_heads": ours.kv_heads}
     sizes |= {"intermediate_size": ours.ffn, "vocab_size": ours.vocab}
     config = script.transformers.LlamaConfig(tie_word_embeddings=ours.tied, **sizes)
-    args = {"batch": 1, "length": length, "torch_dtype": torch.bfloat16, "loss": "chunked"}
-    args |= {"recompute": "block", "tile": 16384, "dtensor": False, "virtual_stages": 1}
+    args = {"batch": 1, "length": length, "dtype": "bfloat16", "loss": "chunked"}
+    args |= {"recompute": "block", "dtensor": False, "virtual_stages": 1}
     args |= {"shard_weights": strategy == "ulysses_sharded", "microbatches": 1}
     group = SimpleNamespace(size=lambda: ranks, rank=lambda: 1)
     theirs = Counter()

@@ -92,9 +92,8 @@ def check_copy_to_tp_region(lab, group, seed):
     own = dys[group.rank()]
     hints = {"y": {}, "dx": {SUM: own}}
     wanted = {"y": x, "dx": sum(dys), "forward": {}, "backward": {"all_reduce": x.nbytes}}
-    error = run_and_compare(
-        lambda x: lab.copy_to_tp_region(x, group), {"x": x, "dy": own}, wanted, hints
-    )
+    region = lab.copy_to_tp_region
+    error = run_and_compare(lambda x: region(x, group), {"x": x, "dy": own}, wanted, hints)
     return f"y is x; dx is the sum, off by {error:.0e}; {x.nbytes} bytes reduced"
 
 
@@ -105,9 +104,8 @@ def check_reduce_from_tp_region(lab, group, seed):
     own = xs[group.rank()]
     wanted = {"y": sum(xs), "dx": dy, "forward": {"all_reduce": dy.nbytes}, "backward": {}}
     hints = {"y": {SUM: own}, "dx": {TOO_LARGE: P * dy}}
-    error = run_and_compare(
-        lambda x: lab.reduce_from_tp_region(x, group), {"x": own, "dy": dy}, wanted, hints
-    )
+    region = lab.reduce_from_tp_region
+    error = run_and_compare(lambda x: region(x, group), {"x": own, "dy": dy}, wanted, hints)
     return f"y is the sum, off by {error:.0e}; dx is dy; {dy.nbytes} bytes reduced"
 
 
@@ -169,11 +167,8 @@ def check_gathered_linear(lab, group, seed):
     wanted = {"y": y, "dx": tokens_of(dx, group), "forward": {"all_gather": x.nbytes}}
     wanted["backward"] = {"all_gather": x.nbytes, "reduce_scatter": x.nbytes}
     hints = {"y": {}, "dx": {SUM: tokens_of(dy @ weight.detach(), group)}}
-
-    def layer(x):  # by position: torch 2.11's Function.apply takes no keywords
-        return lab.gathered_linear(x, weight, bias, group)
-
-    error = run_and_compare(layer, {"x": mine, "dy": dy}, wanted, hints)
+    layer, given = lab.gathered_linear, {"x": mine, "dy": dy}
+    error = run_and_compare(lambda x: layer(x, weight, bias, group), given, wanted, hints)
     expect_close("gradient of weight", weight.grad, linear.weight.grad[start:end])
     expect_close("gradient of bias", bias.grad, linear.bias.grad[start:end])
     lab.gathered_linear(mine, weight, None, group).backward(dy)  # a layer without bias
