@@ -240,6 +240,12 @@ def host_memory():
     )
 
 
+class MetaStream(torch.cpu.Stream):
+    """What fully_shard of PyTorch 2.15 asks of a stream, besides what a CPU's has."""
+
+    stream_id = device_index = device_type = 0
+
+
 def on_meta(args, attend):
     """Have a script compute nothing: its tensors are meta, nobody looks at the values they lack."""
     args.device, args.source = torch.device("meta"), None  # weights of the right shape will do
@@ -247,9 +253,8 @@ def on_meta(args, attend):
     # Positions that start anew would be several texts in one: HF looks at the values, ours never do
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     # DTensor and fully_shard ask torch.<device> for devices, of which fully_shard refuses meta
-    torch.meta = SimpleNamespace(**vars(torch.cpu) | {"current_device": lambda: 0})
-    for name in ("stream_id", "device_index", "device_type"):
-        setattr(torch.cpu.Stream, name, 0)  # torch 2.15's fully_shard asks a stream for them
+    device = {"current_device": lambda: 0, "current_stream": lambda *_: MetaStream()}
+    torch.meta = SimpleNamespace(**vars(torch.cpu) | device)
     FSDPParamGroup._validate_no_meta_params = lambda self: None
 
 
