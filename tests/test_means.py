@@ -135,8 +135,15 @@ def try_all(ranks, world, name, options, model, tmp_path, put=None):
     return json.loads(file.read_text())
 
 
-@pytest.mark.parametrize("world,model", [(2, "shared_kv"), (3, "bias")])
-@pytest.mark.parametrize("name,options", RUNS)
+QUICK = ("tp.py", 2), ("sp_megatron.py", 3)  # the others: make prove, and a sample of them CI
+CASES = [(*run, world, model) for run in RUNS for world, model in ((2, "shared_kv"), (3, "bias"))]
+CASES = [
+    pytest.param(*case, marks=() if (case[0], case[2]) in QUICK else pytest.mark.slow)
+    for case in CASES
+]
+
+
+@pytest.mark.parametrize("name,options,world,model", CASES)
 def test_every_combination_is_exact(ranks, tmp_path, name, options, world, model):
     """37 tokens, 12 heads of 4 or of 1 KV head, on 2 and 3 ranks: nothing divides."""
     model = "deep" if name == "pp.py" else model  # as many layers as stages, and more
