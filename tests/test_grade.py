@@ -134,7 +134,7 @@ def test_each_wrong_answer_fails_alone(desk):
     text = SMALL_LAB + RIGHT.sub(lambda match: next(answers), TOTALS)
     (desk / "my_labs").mkdir()
     (desk / "my_labs" / "lab0_small.py").write_text(text)
-    run, results = grader(desk, "lab0", "--timeout", "15", "--seed", "5")
+    run, results = grader(desk, "lab0", "--timeout", "8", "--seed", "5")
     assert run.returncode == 1
     for i, said in enumerate(WRONG.values()):
         assert not results[f"total{i}"]["passed"] and said in results[f"total{i}"]["report"]
