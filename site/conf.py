@@ -31,7 +31,6 @@ templates_path = ["."]
 html_static_path = html_css_files = ["site.css"]
 html_copy_source = html_show_copyright = html_use_index = False
 
-ROOT = Path(__file__).resolve().parent.parent
 EXPLORER, GLOSSARY, DIFF = "notebooks/explorer", "labs/notes/glossary", "site/diff"
 BANNER = re.compile(r"^# -{4} (.+?) -+$|^(?:# -{50,}\n)?# (\S.*)\n# -{50,}$", re.M)
 NOT_PROSE = nodes.reference, nodes.literal, nodes.literal_block, nodes.title, nodes.raw
@@ -45,7 +44,7 @@ def as_markdown(app, docname, source):
     elif docname == EXPLORER:  # finish() writes the explorer over this page
         source[0] = "---\norphan: true\n---\n# The explorer\n"
     elif docname == DIFF:
-        source[0] += side_by_side("tp.py", "sp_megatron.py")
+        source[0] += side_by_side(app.srcdir / "tp.py", app.srcdir / "sp_megatron.py")
     elif docname == root_doc:
         source[0] += navigation(app.env, source[0])
 
@@ -65,16 +64,17 @@ def script(name, text):
 
 def side_by_side(left, right):
     """Two scripts side by side: what differs, and four unchanged lines around it."""
-    texts = [(ROOT / name).read_text().splitlines() for name in (left, right)]
-    table = HtmlDiff().make_table(*texts, left, right, context=True, numlines=4)
-    jumps = r'<t([hd]) class="diff_next".*?</t\1>|<colgroup></colgroup>'
-    table = re.sub(jumps, "", table).replace("&nbsp;", " ")  # so that long lines can wrap
+    texts = [file.read_text().splitlines() for file in (left, right)]
+    table = HtmlDiff().make_table(*texts, left.name, right.name, context=True, numlines=4)
+    table = re.sub(r'<t([hd]) class="diff_next".*?</t\1>|<colgroup></colgroup>', "", table)
+    table = table.replace("&nbsp;", " ")  # so that long lines can wrap
     return f'\n```{{raw}} html\n<div class="side-by-side">{table}</div>\n```\n'
 
 
 def navigation(env, readme):
     """README's table of what to read, row by row, and what is left, as tables of contents."""
-    left, parts = sorted(env.found_docs - {root_doc, EXPLORER}), {}
+    left = sorted(env.found_docs - {root_doc, EXPLORER}, key=lambda page: ("/" not in page, page))
+    parts = {}
     for row in re.findall(r"^\| \d+ \|.*\]\(.*", readme, re.M):
         pages = []
         for file in re.findall(r"\]\((?!http)([^)#]+)", row):
@@ -102,7 +102,7 @@ def mend_links(app, doctree):
             link.replace_self(link.children[0].children)  # text: a folder is no page
     for code in list(doctree.findall(nodes.literal)):
         if code.astext() == "diff tp.py sp_megatron.py":
-            code.replace_self(nodes.reference("", "", code.copy(), refuri=f"{up}{DIFF}.html"))
+            code.replace_self(nodes.reference("", "", code.deepcopy(), refuri=f"{up}{DIFF}.html"))
 
 
 def link_words(app, doctree, docname):
@@ -111,28 +111,26 @@ def link_words(app, doctree, docname):
         return
     entries, linked = {}, []
     for entry in app.env.get_doctree(GLOSSARY).findall(nodes.section):
-        for word in entry.next_node(nodes.title).astext().split(", "):
+        words = [] if entry.next_node(nodes.section) else entry[0].astext().split(", ")
+        for word in words:
             entries[word.lower() if word[1:].islower() else word] = entry["ids"][0]
-    words = "|".join(map(re.escape, sorted(entries, key=len, reverse=True)))
-    pattern = re.compile(rf"(?<![\w-])({words})s?(?![\w-])", re.I)
+    longest_first = "|".join(map(re.escape, sorted(entries, key=len, reverse=True)))
+    pattern = re.compile(rf"(?<![\w-])({longest_first})s?(?![\w-])", re.I)
     page = app.builder.get_relative_uri(docname, GLOSSARY)
+    kept = [node for kind in NOT_PROSE for node in doctree.findall(kind)]
+    kept = {id(text) for node in kept for text in node.findall(nodes.Text)}
     for text in list(doctree.findall(nodes.Text)):
         pieces, end = [], 0
-        for match in pattern.finditer(text) if is_prose(text) else []:
+        for match in [] if id(text) in kept else pattern.finditer(text):
             word = match[1].lower() if len(match[1]) > 2 else match[1]  # F is not f
             entry = entries.get(match[1], entries.get(word))
             if entry and entry not in linked:
                 linked.append(entry)
                 pieces.append(nodes.Text(text[end : match.start()]))
-                link = nodes.reference("", match[0], refuri=f"{page}#{entry}", classes=["word"])
-                pieces.append(link)
+                uri = f"{page}#{entry}"
+                pieces.append(nodes.reference("", match[0], refuri=uri, classes=["word"]))
                 end = match.end()
         text.parent.replace(text, [*pieces, nodes.Text(text[end:])])
-
-
-def is_prose(node):
-    """Whether a text is in no title, link or code."""
-    return node is None or not isinstance(node, NOT_PROSE) and is_prose(node.parent)
 
 
 def finish(app, error):
