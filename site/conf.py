@@ -75,14 +75,14 @@ def navigation(env, readme):
     """README's table of what to read, row by row, and what is left, as tables of contents."""
     left = sorted(env.found_docs - {root_doc, EXPLORER}, key=lambda page: ("/" not in page, page))
     parts = {}
-    for row in re.findall(r"^\| \d+ \|.*\]\(.*", readme, re.M):
+    for row in re.findall(r"^\| .*\]\(.*", readme, re.M):
         pages = []
         for file in re.findall(r"\]\((?!http)([^)#]+)", row):
             name = file.rpartition(".")[0]
             lab = re.match(r"labs/(lab\d+)_", name)
             pages += [f"labs/notes/{lab[1]}"] if lab else []
             pages += [name, DIFF] if name == "sp_megatron" else [name]
-        title = re.split("[:;]", row.split("|")[2].strip())[0]
+        title = re.split("[:;]", row.split("|")[1].strip())[0]
         parts[title[0].upper() + title[1:]] = [page for page in pages if page in left]
         left = [page for page in left if page not in pages]
     scripts = [page for page in left if env.doc2path(page).suffix == ".py"]
