@@ -317,8 +317,6 @@ def apply_means(lab, script, model, group, args, case):
     tile, own = case["tile"], {}
     if tile and tile >= args.batch * args.length:  # a tile as long as all tokens is none
         tile = None
-    if tile and getattr(args, "schedule", None) == "zb":  # W takes one pair (x, dy) of a microbatch
-        raise UsageError("--schedule zb has no tiles: without --tile, or 1f1b, it would do")
     if hasattr(script, "gather_from_sp_region") and not case["plain"]:
         own = {"gather": script.gather_from_sp_region, "group": group}
     if case["how"] == "predicted":
@@ -694,8 +692,7 @@ def make_case(name, world, rank, length, options):
     case = {"how": options.how, "script": script, "argv": argv, "world": world, "rank": rank}
     case |= {"plain": name == "plain", "optimizer": options.optimizer}
     case |= {"recompute": options.recompute, "tile": options.tile}
-    own_choice = name == "plain" or (name == "pp" and options.schedule == "zb")
-    if not options.tile and not own_choice and options.recompute in ("block", "offload"):
+    if not options.tile and name != "plain" and options.recompute in ("block", "offload"):
         case["tile"] = TILE
     case |= {"sha256": hashlib.sha256(contents).hexdigest()}
     case |= {"versions": [torch.__version__, transformers.__version__]}
@@ -909,7 +906,7 @@ def parse(argv):
     again += "selective: and what is slow to recompute; offload: inputs, in the host's memory; none"
     kinds = ["block", "selective", "offload", "none"]
     add("--recompute", choices=kinds, default="block", help=again)
-    tiles = f"tokens of a rank in a tile ({TILE} where layers are recomputed; plain, zb: none)"
+    tiles = f"tokens of a rank in a tile ({TILE} where layers are recomputed; plain: none)"
     add("--tile", type=positive, help=tiles)
     adam, where = ["adamw", "adamw-host"], "its step, too; -host: state in the host's memory"
     add("--optimizer", choices=["none", *adam], default="none", help=where)

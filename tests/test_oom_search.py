@@ -454,10 +454,8 @@ def test_prediction_is_what_a_run_takes(ranks, tmp_path):
 
 
 ONE = "--strategy tp --nproc 1"
-ZB = "--strategy pp --nproc 2 --model tiny --at 64 --schedule zb --tile 8"
 UNUSABLE = {
     f"{ONE} --model ./nowhere": "no model ./nowhere; these need no download: tiny, ",
-    ZB: "--schedule zb has no tiles: without --tile, or 1f1b, it would do",
     "--strategy plain --nproc 2 --model tiny --at 64": "plain runs on one GPU: --nproc 1 would do",
 }
 
