@@ -321,7 +321,7 @@ def apply_means(lab, script, model, group, args, case):
         own = {"gather": script.gather_from_sp_region, "group": group}
     if case["how"] == "predicted":
         own["hooks"] = host_memory
-    lab.apply_means(model, case["recompute"], tile, **own)
+    lab.apply_means(model, case["recompute"], tile, case["head_chunks"], **own)
     if tile and hasattr(model, "pipeline"):  # each stage is a decoder of its own
         for stage in model.pipeline.stages.values():
             lab.tile_norm(stage.decoder, tile)
@@ -692,6 +692,7 @@ def make_case(name, world, rank, length, options):
     case = {"how": options.how, "script": script, "argv": argv, "world": world, "rank": rank}
     case |= {"plain": name == "plain", "optimizer": options.optimizer}
     case |= {"recompute": options.recompute, "tile": options.tile}
+    case |= {"head_chunks": options.head_chunks}
     if not options.tile and name != "plain" and options.recompute in ("block", "offload"):
         case["tile"] = TILE
     case |= {"sha256": hashlib.sha256(contents).hexdigest()}
@@ -909,6 +910,8 @@ def parse(argv):
     tiles = f"tokens of a rank in a tile ({TILE} where layers are recomputed; plain: none)"
     add("--tile", type=positive, help=tiles)
     adam, where = ["adamw", "adamw-host"], "its step, too; -host: state in the host's memory"
+    chunks = "attention by N chunks of a rank's heads (1)"
+    add("--head-chunks", type=positive, default=1, metavar="N", help=chunks)
     add("--optimizer", choices=["none", *adam], default="none", help=where)
     add("--shard-weights", action="store_true", help="sp_ulysses only")
     add("--schedule", help="pp only")

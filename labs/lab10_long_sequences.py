@@ -43,6 +43,7 @@ heads). torchtitan: distributed/activation_checkpoint.py, where a list of operat
 PyTorch: torch/utils/checkpoint.py, torch/autograd/graph.py.
 """
 
+import copy
 import sys
 from functools import partial
 from pathlib import Path
@@ -290,22 +291,77 @@ class TiledAttention(nn.Module):
         return self.output(out.unflatten(1, (self.world, -1))), weights
 
 
-def apply_means(model, recompute, tile=None, gather=None, group=None, hooks=save_on_cpu):
-    """Recomputation and tiles for a model that a script has made parallel, in place.
+class PartOfLinear(nn.Module):
+    """Some rows (dim 0) or columns (dim 1) of a linear's weight; its collective remains."""
+
+    def __init__(self, linear, dim, part, parts):
+        super().__init__()
+        self.linear, self.dim, self.part, self.parts = linear, dim, part, parts
+
+    @property
+    def weight(self):
+        return self.linear.weight.chunk(self.parts, self.dim)[self.part]
+
+    def forward(self, x):
+        tensors, bias = {"weight": self.weight}, self.linear.bias
+        if bias is not None:  # of a part of the columns: each adds its share
+            tensors["bias"] = bias / self.parts if self.dim else bias.chunk(self.parts)[self.part]
+        return torch.func.functional_call(self.linear, tensors, x)
+
+
+def part_of_attention(attention, part, parts):
+    """HF's attention with 1 / parts of a rank's query heads, and the KV heads that they read."""
+    keys = len(attention.k_proj.weight) // attention.head_dim
+    k_parts = min(parts, keys)  # of parts that share a KV head, each computes it
+    k_part = part * k_parts // parts
+    own = copy.copy(attention)
+    own._modules = attention._modules.copy()  # the lines below change only this one
+    own.q_proj = PartOfLinear(attention.q_proj, 0, part, parts)
+    own.k_proj = PartOfLinear(attention.k_proj, 0, k_part, k_parts)
+    own.v_proj = PartOfLinear(attention.v_proj, 0, k_part, k_parts)
+    own.o_proj = PartOfLinear(attention.o_proj, 1, part, parts)
+    own.num_key_value_groups = attention.num_key_value_groups * k_parts // parts
+    own.config = copy.copy(attention.config)  # Ulysses reads there how many heads there are
+    own.config.num_attention_heads //= parts
+    own.config.num_key_value_heads //= k_parts
+    return own
+
+
+class ChunksOfHeads(nn.Module):
+    """Attention a chunk of heads at a time, each run again in the backward: attend_by_chunks()."""
+
+    def __init__(self, chunks):
+        super().__init__()
+        self.chunks = nn.ModuleList(chunks)
+
+    def forward(self, hidden_states, **kwargs):
+        total = 0
+        for chunk in self.chunks:
+            out, _ = checkpoint(chunk, hidden_states, use_reentrant=False, **kwargs)
+            total = total + out
+        return total, None
+
+
+def apply_means(model, recompute, tile=None, chunks=1, gather=None, group=None, hooks=save_on_cpu):
+    """Recomputation, tiles, chunks of heads for a model that a script has made parallel, in place.
 
     recompute: "block", "selective", "offload" or "none". tile: tokens of a rank in a tile; None: no
-    tiles. gather(x, group): Megatron SP's g, whose attention block it enters. hooks: as in
-    offloaded(). Returns the model.
+    tiles. chunks: of a rank's heads. gather(x, group): Megatron SP's g, whose attention block it
+    enters. hooks: as in offloaded(). Returns the model.
     """
     layers = [layer for layer in model.model.layers if not isinstance(layer, nn.Identity)]
     recompute_layers(layers, recompute, hooks)
-    if tile is None:
-        return model
     for layer in layers:
-        tile_layer(layer, tile)
-        if gather is not None:
-            layer.self_attn = TiledAttention(layer.self_attn, tile, gather, group)
-    tile_norm(model.model, tile)
+        parts = [layer.self_attn]
+        if chunks > 1:
+            parts = [part_of_attention(layer.self_attn, i, chunks) for i in range(chunks)]
+        if tile is not None:
+            tile_layer(layer, tile)
+            if gather is not None:
+                parts = [TiledAttention(part, tile, gather, group) for part in parts]
+        layer.self_attn = ChunksOfHeads(parts) if chunks > 1 else parts[0]
+    if tile is not None:
+        tile_norm(model.model, tile)
     return model
 
 
