@@ -63,7 +63,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 HERE = Path(__file__).resolve().parent
-LAB = "labs/lab10_long_sequences.py"  # the means against memory beside recomputing whole layers
+# The means against memory beside recomputing whole layers: a lesson, and what they are for attention
+LAB, MEANS = "labs/lab10_long_sequences.py", "labs/experiments/means.py"
 GIB = 2**30
 BLOCK = 512  # bytes: the CUDA allocator's smallest block, of which it deals out whole ones
 # GiB of a card that the allocator never has. CUDA's context and cuBLAS: 1.1 GB with NCCL just begun
@@ -312,19 +313,24 @@ def load(path):
     return module
 
 
-def apply_means(lab, script, model, group, args, case):
-    """Recomputation and tiles as lab 10 builds them, for the model of any script, in place."""
-    tile, own = case["tile"], {}
+def apply_means(script, model, group, args, case):
+    """Recomputation, tiles and chunks of heads, for the model of any script, in place."""
+    tile, chunks, own, means = case["tile"], case["head_chunks"], {}, load(MEANS)
     if tile and tile >= args.batch * args.length:  # a tile as long as all tokens is none
         tile = None
+    if chunks > 1:
+        attention = next(layer.self_attn for layer in model.model.layers if list(layer.children()))
+        sharing = group.size() if script.__name__ == "sp_ulysses" else 1
+        works = means.possible_chunks(attention, sharing)
+        if getattr(args, "dtensor", False) or getattr(args, "schedule", None) == "zb":
+            works = [1]  # neither DTensor nor DeferredLinear knows parts of a weight
+        if chunks not in works:
+            raise UsageError(f"--head-chunks {chunks}: {', '.join(map(str, works))} would do")
     if hasattr(script, "gather_from_sp_region") and not case["plain"]:
         own = {"gather": script.gather_from_sp_region, "group": group}
     if case["how"] == "predicted":
         own["hooks"] = host_memory
-    lab.apply_means(model, case["recompute"], tile, case["head_chunks"], **own)
-    if tile and hasattr(model, "pipeline"):  # each stage is a decoder of its own
-        for stage in model.pipeline.stages.values():
-            lab.tile_norm(stage.decoder, tile)
+    means.apply_means(load(LAB), model, case["recompute"], tile, chunks, **own)
 
 
 def run_step(case):
@@ -333,7 +339,7 @@ def run_step(case):
     Its verdict: ran, with the peak, its breakdown, and the peak of loading; oom, and whether it was
     while loading; unusable, and why; and of a process that ends without a verdict: error.
     """
-    script, lab, kernels, loading = load(case["script"]), load(LAB), set(), None
+    script, kernels, loading = load(case["script"]), set(), None
     predicted, plain = case["how"] == "predicted", case["plain"]
     try:
         args = script.parse(case["argv"])
@@ -355,7 +361,7 @@ def run_step(case):
             model = script.load_model(args)
             if not plain:
                 model = script.parallelize(model, group, args)
-            apply_means(lab, script, model, group, args, case)
+            apply_means(script, model, group, args, case)
             with there():
                 optimizers = make_adamw(model, host) if case["optimizer"] != "none" else []
             loading = tracker.restart()
@@ -687,7 +693,7 @@ def make_case(name, world, rank, length, options):
     if options.how != "measured":
         argv += ["--backend", "fake"]
     argv += ["--recompute", "none" if options.recompute == "none" else "block"]
-    files = [HERE / script, HERE / LAB, Path(__file__), Path(options.model) / "config.json"]
+    files = [HERE / script, HERE / LAB, HERE / MEANS, Path(__file__), Path(options.model) / "config.json"]
     contents = b"".join(file.read_bytes() for file in files if file.is_file())
     case = {"how": options.how, "script": script, "argv": argv, "world": world, "rank": rank}
     case |= {"plain": name == "plain", "optimizer": options.optimizer}

@@ -91,8 +91,9 @@ for gpus, options in json.loads(sys.argv[1]):
 @pytest.fixture
 def folder(tmp_path):
     shutil.copy(ROOT / "oom_search.py", tmp_path)
-    (tmp_path / "labs").mkdir()
-    shutil.copy(ROOT / oom_search.LAB, tmp_path / "labs")
+    (tmp_path / "labs" / "experiments").mkdir(parents=True)
+    for file in oom_search.LAB, oom_search.MEANS:
+        shutil.copy(ROOT / file, tmp_path / file)
     return tmp_path
 
 
@@ -406,7 +407,7 @@ def measure_and_predict(model, file):
     common = ["--model", model, "--dtype", "float32", "--attn", "eager", "--batch", "2"]
     common += ["--mode", "benchmark", "--backend", "fake"]
     case = {"how": "predicted", "capability": 8.0, "plain": False, "optimizer": "none"}
-    case |= {"recompute": "block", "tile": None}
+    case |= {"recompute": "block", "tile": None, "head_chunks": 1}
     pairs, steps = [], []
 
     def leave(name):  # what a prediction changes in a script is not for a run
@@ -454,7 +455,11 @@ def test_prediction_is_what_a_run_takes(ranks, tmp_path):
 
 
 ONE = "--strategy tp --nproc 1"
+CHUNKS = "--model tiny --at 64 --head-chunks"  # 8 heads, 4 KV heads
 UNUSABLE = {
+    f"{ONE} {CHUNKS} 3": "--head-chunks 3: 1, 2, 4, 8 would do",
+    f"--strategy ulysses --nproc 2 {CHUNKS} 4": "--head-chunks 4: 1, 2 would do",
+    f"--strategy pp --nproc 2 --schedule zb {CHUNKS} 2": "--head-chunks 2: 1 would do",
     f"{ONE} --model ./nowhere": "no model ./nowhere; these need no download: tiny, ",
     "--strategy plain --nproc 2 --model tiny --at 64": "plain runs on one GPU: --nproc 1 would do",
 }
