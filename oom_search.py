@@ -63,7 +63,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 HERE = Path(__file__).resolve().parent
-# The means against memory beside recomputing whole layers: a lesson, and what they are for attention
+# The means against memory beside recomputing whole layers: a lesson; the same for attention
 LAB, MEANS = "labs/lab10_long_sequences.py", "labs/experiments/means.py"
 GIB = 2**30
 BLOCK = 512  # bytes: the CUDA allocator's smallest block, of which it deals out whole ones
@@ -693,7 +693,8 @@ def make_case(name, world, rank, length, options):
     if options.how != "measured":
         argv += ["--backend", "fake"]
     argv += ["--recompute", "none" if options.recompute == "none" else "block"]
-    files = [HERE / script, HERE / LAB, HERE / MEANS, Path(__file__), Path(options.model) / "config.json"]
+    files = [HERE / file for file in (script, LAB, MEANS, "oom_search.py")]
+    files.append(Path(options.model) / "config.json")
     contents = b"".join(file.read_bytes() for file in files if file.is_file())
     case = {"how": options.how, "script": script, "argv": argv, "world": world, "rank": rank}
     case |= {"plain": name == "plain", "optimizer": options.optimizer}

@@ -7,7 +7,7 @@ attention, and its own columns of o_proj, whose products add up to the output. E
 in the backward, so that q, k, v, the output and their gradients exist for one chunk only:
 
     forward    x -> [heads 0, 1] -> y0    x -> [heads 2, 3] -> y1    y0 + y1; nothing else is kept
-    backward   dy -> [heads 2, 3] again, then its backward -> dx;   [heads 0, 1] the same; dx adds up
+    backward   dy -> [heads 2, 3] again, then its backward -> dx;  [heads 0, 1] the same; dx adds up
 
 Where layers are recomputed, attention then runs three times in a step, not twice: the layer's own
 recomputation needs its output. And what an attention block sends, it sends for every chunk.
