@@ -4,15 +4,12 @@ import copy
 import itertools
 import json
 import math
-import os
 import sys
 from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
-import torch.nn.functional as F
 from conftest import ROOT, changed
 from forks import STRATEGIES
 
@@ -38,7 +35,7 @@ RUNS = [
 def means_with(put):
     """Lab 10 and experiments/means.py as modules, with some of their text replaced."""
     modules = []
-    for file in oom_search.LAB, oom_search.MEANS:
+    for file in oom_search.LOADED[:2]:
         modules.append(oom_search.load(file))
         own = {old: new for old, new in (put or {}).items() if old in (ROOT / file).read_text()}
         exec(compile(changed(file, own), file, "exec"), vars(modules[-1]))
@@ -108,9 +105,8 @@ def chunks_of_all_ranks(means, script, model, group, args):
     if getattr(args, "schedule", None) == "zb":
         return [1]
     model = script.parallelize(model, group, args)
-    attention = next(layer.self_attn for layer in model.model.layers if list(layer.children()))
     sharing = group.size() if script.STRATEGY == "sp_ulysses" else 1
-    works = script.gather_objects(means.possible_chunks(attention, sharing), group)
+    works = script.gather_objects(means.possible_chunks(model, sharing), group)
     works = sorted(set(works[0]).intersection(*works))
     return sorted({1, works[len(works) // 2]})
 
@@ -240,40 +236,3 @@ def test_each_means_takes_less(ranks, tmp_path):
     # A policy that keeps what runs in tiles keeps what nobody asks for
     unasked = found({" and torch.is_grad_enabled()": ""}, [("selective", 128)])
     assert ours["selective 128"] < unasked["selective 128"]
-
-
-def by_chunks(chunks, file):
-    """On every rank: attention of 6 KV heads for 12 query heads by chunks, beside one device's."""
-    tp, lab = oom_search.load("tp.py"), oom_search.load(oom_search.LAB)
-    args = tp.parse([])
-    group, P = tp.start(args), int(os.environ["WORLD_SIZE"])
-    torch.manual_seed(0)
-    full = torch.randn(2, 5 * P, 16, dtype=torch.float64)
-    weights = [torch.randn(n * 8, 16, dtype=torch.float64) for n in (12, 6, 6)]
-    right = [x.clone().requires_grad_() for x in (full, *weights)]
-    heads = [F.linear(right[0], w).unflatten(-1, (-1, 8)).transpose(1, 2) for w in right[1:]]
-    out = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
-    expected = out.transpose(1, 2).flatten(2)
-    expected.square().sum().backward()
-    mine = slice(5 * group.rank(), 5 * group.rank() + 5)
-    own = [x.clone().requires_grad_() for x in (full[:, mine], *weights)]
-    with tp.Meter() as meter:
-        got = lab.attend_by_chunks(*own, 8, chunks, group)
-        got.square().sum().backward()
-    pairs = [(got, expected[:, mine]), (own[0].grad, right[0].grad[:, mine])]
-    pairs += [(tp.all_reduce(a.grad, group), b.grad) for a, b in zip(own[1:], right[1:])]
-    errors = [((a - b).norm() / b.norm()).item() for a, b in pairs]
-    everyone = tp.gather_objects((max(errors), dict(meter.calls)), group)
-    if group.rank() == 0:
-        Path(file).write_text(json.dumps(everyone))
-
-
-@pytest.mark.parametrize("world,chunks", [(1, 3), (2, 1), (2, 3), (3, 2)])
-def test_chunks_of_heads_are_exact(ranks, tmp_path, world, chunks):
-    file = str(tmp_path / "found.json")
-    codes, output = ranks.live(world, by_chunks, chunks, file)
-    assert codes == [0] * world, output
-    for error, calls in json.loads(Path(file).read_text()):
-        assert error <= EXACT
-        # Forward, again, backward: q, k, v and the output each; what comes last does not run again
-        assert calls["all_to_all"] == 11 * chunks

@@ -9,6 +9,7 @@ import weakref
 from functools import partial
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from harness import LABS, Traffic, expect, expect_close, load
 from torch import nn
@@ -263,6 +264,9 @@ def check_chunks_of_heads(lab, group, seed):
         expect_close(what, y.detach(), out[:, mine].detach(), EXACT)
         found = gradients(y.square().sum(), own)
         expect_close(f"{what}: dx", found[0], wanted[0][:, mine], EXACT)
+        for name, a, b in zip("qkv", found[1:], wanted[1:]):  # each rank has a part of it
+            dist.all_reduce(a, group=group)
+            expect_close(f"{what}: the gradient of {name}_weight", a, b, EXACT)
         calls = traffic.ops["all_to_all"][0]
         expect(calls == 4 * chunks, f"{what}: {calls} all-to-alls, not {4 * chunks}")
         hint = "a chunk's q, k and v are for its backward: run it again, by checkpoint()"

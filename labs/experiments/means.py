@@ -125,11 +125,12 @@ def part_of_attention(attention, part, parts):
     return own
 
 
-def possible_chunks(attention, sharing=1):
+def possible_chunks(model, sharing=1):
     """In how many chunks a rank's heads can be taken: of whole KV groups, or of parts of one.
 
     sharing: ranks among which Ulysses deals out the KV heads of each chunk; 1 without Ulysses.
     """
+    attention = next(layer.self_attn for layer in model.model.layers if list(layer.children()))
     linears = attention.q_proj, attention.k_proj
     queries, keys = (len(linear.weight) // attention.head_dim for linear in linears)
     if sharing > 1:
