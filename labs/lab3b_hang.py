@@ -41,7 +41,6 @@ whose coordinator exists because of two_orders.
 """
 
 import faulthandler
-import os
 import pickle
 import re
 import sys
@@ -60,16 +59,16 @@ RATE = 0.01  # of learning
 # --------------------------------------------------------------------------------------------------
 
 
-def recorded_group(ranks, seconds):
-    """A group of these ranks, its calls recorded; each fails after so many seconds of waiting."""
-    os.environ["TORCH_FR_BUFFER_SIZE"] = "64"  # entries; read at the first collective, 0 if unset
+def group_with_timeout(ranks, seconds):
+    """A group of these ranks; a call that has waited for so many seconds raises RuntimeError."""
     return dist.new_group(ranks, timeout=timedelta(seconds=seconds))
 
 
 def flight_record(group):
     """The collectives that this rank has called in a group, oldest first, as torch records them.
 
-    Of an entry's fields these matter here: "collective_seq_id", from 1; "profiling_name", such as
+    The recorder is on by default and keeps the newest 2,000 (TORCH_FR_BUFFER_SIZE). Of an entry's
+    fields these matter here: "collective_seq_id", from 1; "profiling_name", such as
     gloo:all_reduce; "input_sizes", a shape for each tensor; "frames", the innermost first, each
     with "filename", "line", "name". gloo records no send and no recv, and its "state" stays
     "scheduled": an entry says that the rank came, not that it got any further. (NCCL's record has

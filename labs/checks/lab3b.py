@@ -108,7 +108,7 @@ def expect_difference(lab, records, want, what, hint):
 
 def expect_no_hang(lab, name, args, group, hint):
     """What right_NAME returns on this rank; raises Wrong with the diagnosis if it waits in vain."""
-    own = finished.recorded_group(list(range(group.size())), PATIENCE)
+    own = finished.group_with_timeout(list(range(group.size())), PATIENCE)
     program = getattr(lab, f"right_{name}")
     seen = finished.watched(program, *args, group=own, seconds=PATIENCE / 2)
     result = seen.pop("result")

@@ -196,10 +196,10 @@ def check_zero2(lab, group, seed):
 def noted_lends(lab):
     """alive(most): the bytes of all that units ever lent and that still exist.
 
-    It waits up to 5 seconds for them to be no more than `most`: gloo's own thread holds what it
-    gathered for a moment longer than wait() takes.
+    It waits for them to be no more than `most`, up to 5 seconds in all: gloo's own thread holds
+    what it gathered for a moment longer than wait() takes.
     """
-    memory, lend = {}, lab.Unit.lend
+    memory, lend, patience = {}, lab.Unit.lend, [5.0]
 
     def noting_lend(unit):
         storage = unit.full.untyped_storage()
@@ -207,10 +207,12 @@ def noted_lends(lab):
         lend(unit)
 
     def alive(most):
-        end = time.monotonic() + 5
+        begin = time.monotonic()
         while True:
             nbytes = sum(there().nbytes() for there in memory.values() if there() is not None)
-            if nbytes <= most or time.monotonic() > end:
+            waited = time.monotonic() - begin
+            if nbytes <= most or waited > patience[0]:
+                patience[0] -= waited
                 return nbytes
             time.sleep(0.001)
 

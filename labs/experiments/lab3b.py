@@ -33,7 +33,7 @@ def run_both(group, lab, name, seed):
     """On this rank: {"wrong": all ranks' dumps, "right": all ranks' dumps, "seconds": of that}."""
     args, seen = arguments(name, group.rank(), seed), {}
     for kind in ("wrong", "right"):
-        own = lab.recorded_group(list(range(group.size())), PATIENCE if kind == "wrong" else 30)
+        own = lab.group_with_timeout(list(range(group.size())), PATIENCE if kind == "wrong" else 30)
         program, begin = getattr(lab, f"{kind}_{name}"), time.perf_counter()
         dump = lab.watched(program, *args, group=own, seconds=PATIENCE / 2)
         seen["seconds"] = time.perf_counter() - begin

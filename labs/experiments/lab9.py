@@ -63,6 +63,11 @@ def prepare(lab, model, group, way):
     return step, parts
 
 
+def all_ways_on_rank(group, lab, seed):
+    """{way: the largest relative error of a rank's weights after STEPS steps, tied and not}."""
+    return {way: one_device_on_rank(group, lab, seed, way) for way in WAYS}
+
+
 def one_device_on_rank(group, lab, seed, way):
     """The largest relative error of a rank's weights after STEPS steps in a way, tied and not."""
     rank, world, worst = group.rank(), group.size(), 0
@@ -112,8 +117,9 @@ def config_of(sizes, tied):
 def against_one_device(lab, args):
     """Each way's weights after STEPS steps: ({way: error}, what is off)."""
     errors, off = {}, []
+    ranks = on_ranks(args.ranks, all_ways_on_rank, lab, args.seed, timeout=120)
     for way, name in WAYS.items():
-        errors[name] = max(on_ranks(args.ranks, one_device_on_rank, lab, args.seed, way))
+        errors[name] = max(rank[way] for rank in ranks)
         if not errors[name] <= EXACT:
             off.append(f"{name}: weights are off by {errors[name]:.0e}")
     return errors, off
