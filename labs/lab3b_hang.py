@@ -206,8 +206,7 @@ def right_skipped_collective(batches, weight, group):
     """The weight (h) after one step of SGD for each of a rank's batches [(n, h)].
 
     A step's gradient is the sum over the ranks. If on any rank it is not finite (inf, nan), all
-    ranks leave the step out. Source: found_inf in Megatron's optimizer/optimizer.py, and in
-    torch.amp's GradScaler, which asks one rank only.
+    ranks leave the step out. Source: found_inf in Megatron's optimizer/optimizer.py.
     """
     for batch in batches:
         grad = gradient_of(batch, weight)
@@ -298,7 +297,7 @@ def right_crossed_messages(x, group):
     """Each rank's x goes to the next rank, the last one's to rank 0; returns what has come.
 
     All x have the same shape; there are at least 2 ranks, an odd number too. Source:
-    torch.distributed.batch_isend_irecv; ring_exchange in Megatron's pipeline_parallel.
+    torch.distributed.batch_isend_irecv; _p2p_ops in Megatron's p2p_communication.py.
     """
     rank, world = group.rank(), group.size()
     received = torch.empty_like(x)
