@@ -21,7 +21,6 @@ const GPU_NAMES = { rtx4090: "RTX 4090", "a100-40": "A100 40 GB", "a100-80": "A1
 const PART_COLOURS = ["rank0", "rank1", "rank7", "rank2", "rank3", "rank4", "rank5", "rank6"];
 const LENGTHS = [...Array(89).keys()].map((i) => Math.round(2 ** (11 + i / 8) / 512) * 512);
 const SHORTEST = LENGTHS[0];
-const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
 const gib = (mib) => `${(mib / 1024).toFixed(mib < 10240 ? 2 : 1)} GiB`;
 
 // The setting that the state comes to: some strategies leave no choice
@@ -186,6 +185,7 @@ view({
   id: "memory",
   title: "Memory",
   lead: "What fills a GPU's memory at the peak of a training step, and how long a sequence it can take.",
+  course: ["lab 10"],
   bare: "strategy",
   state: {
     strategy: "sp_megatron", model: "llama-3.1-8b", gpu: "h100", P: 4, length: 131072, recompute: "block",

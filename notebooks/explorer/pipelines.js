@@ -150,6 +150,7 @@ view({
   id: "pipelines",
   title: "Pipelines",
   lead: "Each rank holds some of the layers, and the batch comes in microbatches: who works on which of them when, and who waits.",
+  course: ["lab 8"],
   bare: "schedule",
   state: { schedule: "1f1b", P: 4, M: 8, V: 2, costs: "1:1:1", step: END, follow: -1 },
   values: {

@@ -79,6 +79,7 @@ view({
   id: "time",
   title: "Time",
   lead: "How long a training step takes and what fills it, by lab 11's model, and how far such predictions were off where others measured.",
+  course: ["lab 11"],
   bare: "strategy",
   state: { strategy: "sp", model: "llama-3.1-8b", gpu: "h100", nodes: 2, network: "measured", length: 131072, count: 16 },
   values: {
