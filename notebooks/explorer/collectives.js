@@ -55,7 +55,7 @@ const timeOf = (run, steps, message, latency, bandwidth) =>
 // Where a rank and its cells are: on an ellipse, or in rows on a narrow page.
 function ringPlaces(P, narrow) {
   const width = columnWidths()[0];
-  const cell = Math.min(40, narrow ? (width - 76) / P : (width / 760) * (136 / P + 4));
+  const cell = Math.min(narrow ? 80 : 40, narrow ? (width - 76) / P : (width / 760) * (136 / P + 4));
   const high = narrow ? 20 : 22;
   const height = narrow ? P * 72 : 452;
   const corner = (r) => {
@@ -190,7 +190,7 @@ function timeWords(op, P, latency, bandwidth) {
 view({
   id: "collectives",
   title: "Collectives",
-  lead: "All that ranks say to one another, made of sends alone: which chunk goes where at each step, and how long that takes.",
+  lead: "Collectives made of sends alone: which chunk goes to which rank at each step, and how long that takes.",
   course: ["lab 1"],
   bare: "op",
   state: { op: "reduce_scatter", P: 4, step: 1, n: 2 ** 20, latency: 10, bandwidth: 25 },

@@ -1,8 +1,8 @@
 // Time: what fills a training step, by lab 11's model, and the runs that the model is held against.
 
 const TIME_COLOURS = { // of DATA.time.parts
-  matmul: "rank0", attention: "rank4", memory: "rank2", communication: "rank5", host: "rank3",
-  bubble: "rank7", gradients: "rank1", optimizer: "rank6", other: "line",
+  matmul: "part0", attention: "part6", memory: "part3", communication: "part1", host: "part4",
+  bubble: "part2", gradients: "part5", optimizer: "part7", other: "line",
 };
 const NETWORK_NAMES = { measured: "as the runs show", ideal: "line rate, no latency" };
 const TP_COLOURS = { 1: "rank0", 2: "rank4", 4: "rank2", 8: "rank3", 16: "rank1", 32: "rank5" };
