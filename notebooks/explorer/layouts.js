@@ -45,15 +45,15 @@ const HIGHLIGHTS = {
     ["gradients go round", "backward", "keys and values"], ["gradients of all weights", "gradients", "gradients"],
   ],
 };
-// What happens in a step and why, by phase and step; {part}: heads or features. tp and sp shard the
-// weights, ulysses and cp (tokens) the tokens alone. Of two sentences the second is of an all-reduce's
-// second half.
+// What happens in a step and why, by phase and step. Where layouts differ, by layout, by what is sharded
+// (weights: tp and sp; tokens alone: ulysses and cp), or of all others. Of two sentences the second is of
+// an all-reduce's second half. {part}: heads or features.
 const OWN_TOKENS = "works on one token at a time, so each rank does it for its own tokens and nothing is sent.";
 const WHY = {
   forward: {
     norm: {
       tp: "Every rank normalizes all tokens: the same work on each, since each has all of them.",
-      sp: `A norm ${OWN_TOKENS}`, tokens: `A norm ${OWN_TOKENS}`,
+      all: `A norm ${OWN_TOKENS}`,
     },
     enter: {
       tp: "Nothing is sent: every rank already has all tokens, which its own {part} are computed from.",
@@ -84,11 +84,11 @@ const WHY = {
     },
     dropout: {
       tp: "Every rank drops the same numbers of all tokens: replicas must stay equal, so all need the same random numbers.",
-      sp: `Dropout ${OWN_TOKENS}`, tokens: `Dropout ${OWN_TOKENS}`,
+      all: `Dropout ${OWN_TOKENS}`,
     },
     residual: {
       tp: "Every rank adds what came in before the norm, to all tokens: the same work on each.",
-      sp: `Adding what came in before the norm ${OWN_TOKENS}`, tokens: `Adding what came in before the norm ${OWN_TOKENS}`,
+      all: `Adding what came in before the norm ${OWN_TOKENS}`,
     },
     up: {
       weights: "Each rank multiplies all tokens by its own columns of the weight, so it gets its own features of every token.",
@@ -101,8 +101,7 @@ const WHY = {
     },
     y: {
       tp: "Every rank adds what came in before the norm, to all tokens: y, the input of the next block, is on every rank.",
-      sp: "Each rank adds what came in before the norm, to its own tokens: y is sharded as x was, so the next block can follow.",
-      tokens: "Each rank adds what came in before the norm, to its own tokens: y is sharded as x was, so the next block can follow.",
+      all: "Each rank adds what came in before the norm, to its own tokens: y is sharded as x was, so the next block can follow.",
     },
   },
   backward: {
@@ -300,7 +299,8 @@ function layoutWords(run, i, layout, P) {
   if (phase === "backward" && name.startsWith("gradients")) kind = name;
   if (phase === "backward" && /^norm/.test(name)) kind = "again";
   const known = WHY[phase][kind];
-  const own = typeof known === "string" ? known : known[layout] ?? known[layout === "tp" || layout === "sp" ? "weights" : "tokens"];
+  const sharded = layout === "tp" || layout === "sp" ? "weights" : "tokens";
+  const own = typeof known === "string" ? known : known[layout] ?? known[sharded] ?? known.all;
   const why = Array.isArray(own) ? own[k - 1] : own;
   const mlp = ["up", "silu", "down", "enter mlp", "leave mlp"].includes(station);
   const sent = P > 1 ? `A rank sends ${bytes(wire / P)}.` : "With 1 rank there is nobody to send to.";

@@ -114,10 +114,10 @@ function memoryBars(setting, peaks) {
     });
     const space = room - peak;
     const end = svg("text", { x: (x(peak) + x(room)) / 2, y: y + high / 2 + 5, "text-anchor": "middle", class: "small" }, x(space) > 90 ? `${gib(space)} free` : "");
-    const name = `${MOMENTS[moment][0]}: ${gib(peak)}${peaks.length > 1 && peak === most.peak ? ", the step's peak" : ""}`;
+    const name = `${MOMENTS[moment][0]}: ${gib(peak)}${peaks.length > 1 && peak === most.peak ? " (peak)" : ""}`;
     return [
       svg("rect", { x: 0, y, width: x(room), height: high, class: "outline" }), end, filled,
-      svg("text", { x: 0, y: y - 6, class: peak === most.peak ? "name" : "" }, name)];
+      svg("text", { x: 2, y: y - 6, class: peak === most.peak ? "name above" : "above" }, name)];
   });
   const explain = `${gib(card - room)} of the GPU's ${gib(card)} are for what lies outside the allocator: the CUDA context, cuBLAS, NCCL`;
   const outside = svg("rect", { x: x(room), y: top, width: x(card) - x(room), height: bottom - top, class: "outside", ...tip(explain, false) });
@@ -150,12 +150,13 @@ function memoryChart(setting, found, longest, set) {
   const moments = turns.map((from, i) => {
     const [begin, end] = [x(lengths[from]), x(lengths[turns[i + 1] ?? lengths.length - 1])];
     const [words, sentence] = MOMENTS[peaks[from].moment];
-    const text = [words, words.split(" ").at(-1), ""].find((text) => 6.6 * text.length < end - begin);
+    const text = [`${i + 1} ${words}`, i + 1].find((text) => 6.6 * String(text).length < end - begin);
     return svg("g", tip(`The peak comes ${sentence}.`, false),
       svg("rect", { x: begin, y: 2, width: end - begin, height: 18, class: "outline" }),
       svg("line", { x1: begin, x2: begin, y1: 2, y2: height - bottom, class: "turn" }),
       svg("text", { x: (begin + end) / 2, y: 15, "text-anchor": "middle", class: "small" }, text));
   });
+  const told = turns.map((from, i) => `${i + 1} ${MOMENTS[peaks[from].moment][0]}`);
   const areas = DATA.memory.parts.map((name, i) => {
     const line = (level) => lengths.map((length, k) => `${x(length).toFixed(1)} ${y(stacks[k][level]).toFixed(1)}`);
     return svg("path", { d: `M${line(i + 1).join("L")}L${line(i).reverse().join("L")}Z`, fill: partColour(i), ...tip(name, false) });
@@ -183,7 +184,7 @@ function memoryChart(setting, found, longest, set) {
   };
   const words = `Peak memory against the length: at ${tokens(setting.length)} ${gib(found.peak)}; the limit of ${gib(room)} is met at ${tokens(longest)}.`;
   const drawn = picture(width, height, words, levels, areas, moments, limit, far, here, dot, marks, axis);
-  return fill(drawn, { onclick }, []);
+  return [fill(drawn, { onclick }, []), html("p", { class: "note" }, `When the peak comes: ${told.join("; ")}. Where it moves, what fills it changes.`)];
 }
 
 // The longest length that fits, of all strategies in this setting
