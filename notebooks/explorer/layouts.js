@@ -56,7 +56,7 @@ const WHY = {
       all: `A norm ${OWN_TOKENS}`,
     },
     enter: {
-      tp: "Nothing is sent: every rank already has all tokens, which its own {part} are computed from.",
+      tp: "Nothing is sent, since every rank already has all tokens, which its own {part} are computed from.",
       sp: "Each rank sends its tokens to all others, since it has the weights of its own {part} only and those need all tokens.",
     },
     qkv: {
@@ -100,7 +100,7 @@ const WHY = {
       tokens: `This product, too, ${OWN_TOKENS}`,
     },
     y: {
-      tp: "Every rank adds what came in before the norm, to all tokens: y, the input of the next block, is on every rank.",
+      tp: "Every rank adds what came in before the norm, to all tokens, so y, the input of the next block, is on every rank.",
       all: "Each rank adds what came in before the norm, to its own tokens: y is sharded as x was, so the next block can follow.",
     },
   },
@@ -108,7 +108,7 @@ const WHY = {
     y: "A sum's gradient is that of both addends, so every rank passes it on as it is, to the MLP and past it.",
     dropout: "The gradient goes on where the forward dropped nothing; each rank knows what it dropped, so nothing is sent.",
     leave: {
-      tp: "Nothing is sent: the gradient of a sum is that of each addend, and every rank has it.",
+      tp: "Nothing is sent, since the gradient of a sum is that of each addend, and every rank has it.",
       sp: "Each rank sends the gradients of its tokens to all others, since its own {part} had a share in all tokens. So a reduce-scatter's backward is an all-gather.",
     },
     down: {
@@ -135,11 +135,11 @@ const WHY = {
       tokens: `The gradient of this product ${OWN_TOKENS}`,
     },
     attention: {
-      weights: "Each rank computes the gradients of its own heads' queries, keys and values, for all tokens: nothing is sent.",
+      weights: "Each rank computes the gradients of its own heads' queries, keys and values. Heads need nothing of one another, so nothing is sent.",
       ulysses: "Each rank sends its tokens' gradients of some heads to the rank of those heads, since their backward needs all tokens: an all-to-all's backward is an all-to-all.",
-      cp: "Each rank has the gradients of its own queries, keys and values, to which by now all ranks have added.",
+      cp: "Each rank now has all gradients of its own tokens' queries, keys and values, since those that went round came home with every rank's share.",
     },
-    "attention of heads": "Each rank computes the gradients of its own heads' queries, keys and values, for all tokens: nothing is sent.",
+    "attention of heads": "Each rank computes the gradients of its own heads' queries, keys and values. Heads need nothing of one another, so nothing is sent.",
     "keys and values": "Each rank sends keys and values on once more, since every rank's gradients need those of all tokens, and it kept its own only.",
     "gradients of keys and values": "Each rank adds its own share to the gradients of the keys and values that it has, and sends them on, since they belong to the rank whose tokens these are.",
     "qkv of heads": "Each rank sends every other rank that rank's tokens' gradients, since the product before needs all heads of a token in one place.",
@@ -202,7 +202,7 @@ function holding([label, holds, , places, shapes, owners], r) {
 
 // One rank's box: the outline is the full tensor, filled is what the rank holds of it. A replica is in
 // the stripes of all ranks, as places, those of tokens, has them; a partial sum is hatched in its rank's colour.
-function holdingBox(tensor, r, box, tokens, set) {
+function holdingBox(tensor, r, box, tokens, look) {
   const [, holds, size, places, , owners] = tensor;
   const fills = { replicated: [...tokens[3].keys()].map((rank) => `var(--rank${rank})`), "partial sum": [`url(#partial${r})`] };
   const stripes = (fills[holds] ?? [`var(--rank${owners[r]})`]).map((fill, i) => {
@@ -210,7 +210,6 @@ function holdingBox(tensor, r, box, tokens, set) {
     const place = holds === "replicated" ? part([t0, t1, 0, 1], [tokens[2][0], 1], box) : part(places[r], size, box);
     return svg("rect", { ...place, fill, class: "held" });
   });
-  const look = () => (state.from === r ? null : set({ from: r }));
   return svg("g", { ...tip(holding(tensor, r)), onpointerenter: look, onfocus: look },
     svg("rect", { x: box.x, y: box.y, width: box.w, height: box.h, class: "outline" }), stripes);
 }
@@ -332,12 +331,14 @@ function layoutPicture(run, step, P, layout, words, set) {
   const collective = step > 0 && moment[3];
   const act = step === 0 ? "" : collective ? plain(collective) : "each by itself";
   const operation = narrow ? null : svg("text", { x: 0, y: 198, class: collective ? "act sends" : "act" }, act);
+  const many = step > 0 && tooMany(moment);
+  const look = (r) => (state.from === r ? null : set({ from: r }));
   const boxes = shown.map(([tensor, place], i) =>
     svg("g", { class: i && collective ? "arrives" : "", "data-key": `${layout} ${P} ${step} ${i}` },
-      ranks.map((r) => holdingBox(tensor, r, place(r), tokens, set))));
+      ranks.map((r) => holdingBox(tensor, r, place(r), tokens, many ? () => look(r) : null))));
   const shapes = shown.map(([tensor, place]) => ranks.map((r) => shapeBelow(tensor, r, place(r))));
   const alone = step > 0 && !collective ? ranks.map((r) => arrowBetween(spots.before(r), spots.after(r), narrow)) : [];
-  const sent = svg("g", { "data-key": `${layout} ${P} ${step} of ${state.from}`, "aria-hidden": "true" }, step > 0 ? flights(moment, before, spots, P) : []);
+  const sent = svg("g", { "data-key": `${layout} ${P} ${step} ${many ? state.from : ""}`, "aria-hidden": "true" }, step > 0 ? flights(moment, before, spots, P) : []);
   return picture(spots.width, spots.height, words, patterns(), rankNames, operation, alone, boxes, sent, names, shapes);
 }
 
