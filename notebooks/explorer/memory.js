@@ -24,8 +24,8 @@ const LOSS_NAMES = { chunked: "chunked logits", full: "full logits" };
 const OPTIMIZER_NAMES = { none: "no optimizer", adamw: "AdamW", "adamw-host": "AdamW on the host" };
 // When a peak comes: in a few words, and in a sentence
 const MOMENTS = {
-  early: ["forward, early backward", "in the forward or early in the backward: activations are saved, most gradients are not there yet"],
-  late: ["late backward", "late in the backward: most activations are freed, the gradients are there"],
+  early: ["forward, early backward", "in the forward or early in the backward, when most gradients are not there yet"],
+  late: ["late backward", "late in the backward, when most gradients are there"],
   step: ["optimizer's step", "in the optimizer's step, which takes as much however long the sequence is"],
 };
 const SHARD_NAMES = { no: "replicated", yes: "sharded" };
@@ -236,12 +236,14 @@ view({
     const found = peaks.reduce(higher);
     const [room, longest, plain] = [roomOf(setting), longestOf(setting), state.strategy === "plain"];
     const fits = found.peak <= room;
+    const largest = found.parts.indexOf(Math.max(...found.parts));
     state.recompute = setting.recompute; // what was chosen may be missing in another strategy or loss
     const missing = Object.fromEntries(Object.keys(RECOMPUTE_NAMES).filter((way) => !setting.ways.includes(way))
       .map((way) => [way, plain ? "not with plain" : "with chunked logits only"]));
     const gpus = Object.entries(DATA.memory.gpus).map(([name, size]) => [name, `${GPU_NAMES[name] ?? name}: ${size} GiB`]);
     const words = `${tokens(state.length)} take ${gib(found.peak)} of the allocator's ${gib(room)}: ` +
-      `${fits ? "fits" : `${gib(found.peak - room)} too many`}. The peak comes ${MOMENTS[found.moment][1]}.`;
+      `${fits ? "fits" : `${gib(found.peak - room)} too many`}. The peak comes ${MOMENTS[found.moment][1]}; ` +
+      `the largest part is ${DATA.memory.parts[largest]}, ${gib(found.parts[largest])}.`;
     const why = [
       KEPT[setting.recompute],
       plain ? "Plain is Hugging Face's own model and loss on one GPU: all logits at once." : null,

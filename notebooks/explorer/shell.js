@@ -291,7 +291,7 @@ addEventListener("hashchange", show);
 addEventListener("resize", () => draw());
 STILL.addEventListener("change", () => draw());
 
-// Tips: beside what they explain; on a narrow page at its foot. A tap shows one, a tap elsewhere hides it.
+// Tips: beside what they explain; on a narrow page at its other edge. A tap shows one, a tap elsewhere hides it.
 // -------------------------------------------------------------------------------------------------
 
 function showTip(event) {
@@ -304,7 +304,8 @@ function showTip(event) {
   const free = place.right + 8 + box.offsetWidth < innerWidth;
   const left = free ? place.right + 8 : Math.max(8, place.left - box.offsetWidth - 8);
   const top = Math.max(8, Math.min(place.top, innerHeight - box.offsetHeight - 8));
-  box.style = NARROW.matches ? "" : `left: ${left}px; top: ${top}px`;
+  const edge = place.top + place.bottom > innerHeight ? "top: 8px" : "bottom: 8px";
+  box.style = NARROW.matches ? edge : `left: ${left}px; top: ${top}px`;
 }
 
 function hideTip() {
