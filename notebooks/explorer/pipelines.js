@@ -93,7 +93,7 @@ function actionPatterns() {
 function timeline(rows, { P, M, V, clock, unit, follow, most, last, words }, set) {
   const narrow = NARROW.matches;
   const total = Math.max(...rows.map((row) => row.end));
-  const [left, right] = narrow ? [52, 6] : [70, 190];
+  const [left, right] = narrow ? [56, 6] : [70, 190];
   const width = narrow ? Math.max(pageWidth(), left + right + 6.5 * total) : pageWidth();
   const x = (time) => left + ((width - left - right) * time) / total;
   const high = Math.min(narrow ? 46 : 76, 340 / P);
@@ -145,16 +145,15 @@ function momentWords(rows, P, clock, total, unit, stages) {
     const own = rows.filter((row) => row.rank === rank && row.end > clock);
     const next = own[0];
     if (!next) done.push(rank);
-    else if (next.begin <= clock) work.push(`rank ${rank} (${next.kind} of ${next.microbatch})`);
+    else if (next.begin <= clock) work.push(`rank ${rank} computes ${next.kind}${next.microbatch}`);
     else {
       const late = needs(next, stages).map((name) => ends[name]).reduce((a, b) => (b.end > a.end ? b : a));
       wait.push(`rank ${rank} waits for rank ${late.rank}'s ${late.kind === "F" ? "activations" : "gradient"} of microbatch ${late.microbatch}`);
     }
   }
   const more = wait.length > 2 ? [`${wait.length - 2} more ${wait.length > 3 ? "wait" : "waits"}`] : [];
-  const finished = done.length ? [`ranks that are done: ${done.join(", ")}`] : [];
-  const now = work.length ? [`at work ${work.length > 1 ? "are" : "is"} ${work.join(", ")}`] : [];
-  return `After ${forwards(clock, unit)} forwards: ${[...now, ...wait.slice(0, 2), ...more, ...finished].join("; ")}.`;
+  const finished = done.length ? [`done: ${done.map((rank) => `rank ${rank}`).join(", ")}`] : [];
+  return `${clock === 0 ? "At the start" : `After ${forwards(clock, unit)} forwards`}: ${[...work, ...wait.slice(0, 2), ...more, ...finished].join(", ")}.`;
 }
 
 view({
