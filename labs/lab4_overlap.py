@@ -40,7 +40,7 @@ Data parallelism (DP) overlaps the same way, over the whole backward: as soon as
 bucket of parameters are there their all-reduce starts, while the layers before them still compute:
 
     compute   |-layer 3-|-layer 2-|-layer 1-|
-    link                |- bucket of 3 -|- bucket of 2 and 1 -|
+    link                |- bucket of 3 -|   |- bucket of 2 and 1 -|
 
     python labs/lab4_overlap.py                      # checks and experiments
     python labs/lab4_overlap.py --plot lab4.png --json lab4.json

@@ -34,7 +34,7 @@ each clips by a norm of its own: the replicas of a weight drift apart for good. 
     python labs/grade.py start lab8                     # then fill in my_labs/lab8_3d.py
 
 Under torchrun the lab takes the ranks that torchrun started, on several nodes too: the line to run
-on each is in labs/README.md, and `sbatch labs/lab8_3d.slurm` runs it.
+on each is in labs/notes/lab8.md, and `sbatch labs/lab8_3d.slurm` runs it.
 
 Sources: Megatron-LM on clusters, arXiv 2104.04473 (the three together, and in which order).
 Megatron-LM: core/parallel_state.py (the groups), core/distributed/finalize_model_grads.py (norms,

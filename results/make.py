@@ -1,4 +1,4 @@
-"""Makes README's figures: results/*.json, their pictures, and the tables in README.
+"""Makes the figures of results/: the JSON files, their pictures, and the tables of README.md.
 
     python results/make.py                 # all that this machine can measure
     python results/make.py lengths         # the longest sequences, predicted: needs no GPU
@@ -6,7 +6,7 @@
     python results/make.py cpu             # the scripts on two ranks of this machine
     python results/make.py gpu             # one GPU: proofs, throughput, one rank of several
     python results/make.py limits          # one GPU: the longest sequences, emulated and predicted
-    python results/make.py tables          # only README's tables anew, from the JSON there is
+    python results/make.py tables          # only the tables anew, from the JSON there is
     python results/make.py gpu --trial     # its steps on a tiny model, to see that they run
 
 A part is a row of steps, each a command line that anyone can run. Its JSON has the command beside
@@ -38,7 +38,7 @@ import plot  # noqa: E402
 
 import tp  # noqa: E402
 
-READMES = [ROOT / "README.md", ROOT / "labs" / "README.md"]  # where the tables stand
+README = HERE / "README.md"  # where the tables stand
 GIB, MIB = 2**30, 2**20
 SCRIPTS = {"tp": "tp.py", "tp_dtensor": "tp.py --dtensor"}
 SCRIPTS |= {name: f"{name}.py" for name in ("sp_megatron", "sp_ulysses", "pp")}
@@ -476,8 +476,7 @@ def main(argv):
     every = [name for name in PARTS if name not in OF_A_GPU or torch.cuda.is_available()]
     good = [make(name, options.trial) for name in options.part or every if name != "tables"]
     if not options.trial:
-        for file in READMES:
-            file.write_text(with_tables(file.read_text()))
+        README.write_text(with_tables(README.read_text()))
     return 0 if all(good) else 1
 
 

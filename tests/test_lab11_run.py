@@ -159,3 +159,25 @@ def test_what_cannot_run_says_why(fast, capsys):
 def test_memory_is_oom_searchs():
     peak, fits = plan.peak_memory(["tp"], "llama-3.2-1b", 2, 4096, "h100")["tp"]
     assert 2e9 < peak < 40e9 and fits
+
+
+def test_readme_says_how_long_a_step_takes():
+    """Its table is what --plan predicts of the two settings in its head."""
+    text = (ROOT / "README.md").read_text()
+    names = {"`--shard-weights`": "ulysses_sharded", "Megatron SP": "sp", "TP": "tp", "PP": "pp"}
+    rows = re.findall(r"^\| (.*) \| ([\d.]+), (\d+)% \| ([\d.]+), (\d+)% \| (.*) \|$", text, re.M)
+    assert len(rows) == 4
+    model = lab.MODELS["llama-3.1-8b"]
+    for label, *figures, fills in rows:
+        strategy = next(key for name, key in names.items() if name in label)
+        settings = zip((8, 16), (8192, 131072), figures[::2], figures[1::2])
+        for gpus, length, seconds, used in settings:
+            parts = plan.strategy_parts(lab, model, strategy, gpus, length, 16, lab.H100)
+            step = sum(parts.values())
+            speed = 16 * length / step
+            rounding = 0.051 if "." in seconds else 0.51
+            assert step == approx(float(seconds), abs=rounding), label
+            share = lab.mfu(model, length, speed, gpus, lab.H100.peak)
+            assert share == approx(int(used) / 100, abs=0.0051), label
+        for name, share in re.findall(r"(\w+) (\d+)%", fills):
+            assert parts[name] / step == approx(int(share) / 100, abs=0.0051), (label, name)

@@ -219,11 +219,11 @@ PREDICT = (
 def draw(results, path):
     """The picture of --plot: who holds what, what the MLP keeps, Megatron's smoothing."""
     mosaic = [["held", "kept"], ["losses", "masses"]]
-    with picture(path, mosaic, (13, 9)) as axes:
+    with picture(path, mosaic, (12, 8)) as axes:
         draw_held(axes["held"])
         draw_kept(axes["kept"], [row for row in results["mlp"] if row["rank"] == 0])
         draw_smoothing(axes["losses"], axes["masses"], results["label_smoothing"])
-        axes["held"].figure.suptitle(f"{results['lab']}: colours are ranks")
+        axes["held"].figure.suptitle("Colours are ranks")
 
 
 def draw_held(axis):
@@ -256,8 +256,8 @@ def draw_kept(axis, rows):
     for place, end, row in zip(places, left, rows):
         axis.text(end, place, f"  {short(row['forward'])} | {short(row['backward'])}", va="center")
     axis.set_yticks(places, [f"{row['ranks']} ranks\n{row['way']}" for row in rows])
-    axis.set_xlim(0, 1.45 * max(left))
-    axis.set_xlabel("KiB kept by rank 0; beside: sent forward | backward")
+    axis.set_xlim(0, 1.5 * max(left))
+    axis.set_xlabel("KiB kept by rank 0; beside the bars: collectives, forward | backward")
     axis.set_title("An MLP keeps 1/P of x only if it gathers again", loc="left")
     axis.legend(frameon=False, loc="lower right", ncols=2)
     axis.set_ylim(len(rows) + 0.3, -0.6)  # from the top, with room for the legend
@@ -280,7 +280,7 @@ def draw_smoothing(losses, masses, rows):
         masses.text(world - 0.06, mass, f"{mass:.3f}", ha="right", va="bottom")
     masses.set(xticks=worlds, xlim=(0.5, 3.5), xlabel="ranks")
     masses.set_ylabel("sum of q over the vocabulary")
-    masses.set_title("and probabilities to learn that add up to more than 1", loc="left")
+    masses.set_title("Its target probabilities q add up to more than 1", loc="left")
     masses.legend(frameon=False)
 
 

@@ -219,11 +219,11 @@ def draw_errors(axis, rows):
     labels = [f"{row['family']} {tp_or_sp(row)}" for row in rows]
     names = list(dict.fromkeys(labels))
     look = {"linestyle": "none", "marker": "o", "markersize": 8, "alpha": 0.85}
-    for kind, color in KINDS.items():
+    for shift, (kind, color) in zip((0, 0.35, 0), KINDS.items()):  # no point hides another
         picked = [(label, row) for label, row in zip(labels, rows) if kind_of(row) == kind]
         errors = [row["gradient"] for _, row in picked]
         if picked:
-            places = [names.index(label) for label, _ in picked]
+            places = [names.index(label) + shift for label, _ in picked]
             axis.plot(errors, places, color=color, label=kind, **look)
     axis.axvline(TOLERANCE, color=GREY, lw=1, ls="--")
     axis.text(TOLERANCE, len(names) - 0.4, " tolerance", color=GREY, va="center")

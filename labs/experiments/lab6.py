@@ -220,7 +220,7 @@ def experiment(lab, args):
 def draw(results, path):
     """Who holds what, what the adapters send, and the loss without the sum."""
     rows = [row for row in results["ways"] if row["rank"] == 0 and row["ranks"] == 2]
-    with picture(path, [["held", "sent", "training"]], (17, 5.5), width_ratios=[5, 4, 4]) as axes:
+    with picture(path, [["held", "sent"], ["training"] * 2], (11, 9), height_ratios=[5, 4]) as axes:
         draw_held(axes["held"])
         draw_sent(axes["sent"], rows)
         draw_training(axes["training"], results["training"])
@@ -274,8 +274,8 @@ def draw_training(axis, runs):
         colour, width, dash = styles.get(name, (RED, 2, "--"))
         axis.plot(run["losses"], dash, color=colour, lw=width, label=name)
         axis.plot(len(run["losses"]) + 4, run["exported"], "o", color=colour, ms=4 + width)
-    below = "step; dots: saved by rank 0 and merged, on held out tokens"
-    axis.set(yscale="log", ylabel="loss", xlabel=below)
+    axis.set(yscale="log", ylabel="loss", xlabel="step; dots: what rank 0 saves, held out tokens")
+    axis.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
     axis.set_title("The same losses, and another adapter saved", loc="left")
     axis.legend(frameon=False)
 

@@ -172,8 +172,8 @@ def draw(results, path):
     """Who multiplies what and when, how long it takes, what each way sends."""
     found = [results["balance"][placement] for placement in PLACEMENTS]
     latest = max(sum(map(max, zip(*each["pairs"]))) for each in found) / 1000
-    mosaic = [["owners 0", "steps 0", "wire"], ["owners 1", "steps 1", "wire"]]
-    with picture(path, mosaic, (15, 8), width_ratios=[1, 1.4, 1.3]) as axes:
+    mosaic = [["owners 0", "steps 0"], ["owners 1", "steps 1"], ["wire", "wire"]]
+    with picture(path, mosaic, (11, 12), width_ratios=[1, 1.6], height_ratios=[4, 4, 5]) as axes:
         for i, placement in enumerate(PLACEMENTS):
             draw_owners(axes[f"owners {i}"], placement)
             draw_steps(axes[f"steps {i}"], found[i], latest, placement)
@@ -220,7 +220,7 @@ def draw_steps(axis, found, latest, placement):
 
 def draw_wire(axis, rows):
     """Bytes on the wire of each way, measured, forward and backward."""
-    labels = [f"{r['way']}\n{r['heads']} heads, {r['kv_heads']} KV" for r in rows]
+    labels = [f"{r['way']}; {r['heads']} heads, {r['kv_heads']} KV" for r in rows]
     forward, backward = ([r[phase] / 1024 for r in rows] for phase in ("forward", "backward"))
     axis.barh(labels, forward, color="#555555", label="forward")
     axis.barh(labels, backward, left=forward, color=PALE, label="backward")

@@ -208,7 +208,7 @@ OPS = {"all_reduce": RED, "reduce_scatter": ORANGE, "all_gather": PINK}
 def draw(results, path):
     """What fills the memory, predicted beside measured; a step in time; messages; many ranks."""
     mosaic = [["peaks", "curves"], ["messages", "scaling"]]
-    with picture(path, mosaic, (15, 9), width_ratios=[1.2, 1]) as axes:
+    with picture(path, mosaic, (12, 9), width_ratios=[1.2, 1]) as axes:
         draw_peaks(axes["peaks"], results["memory"])
         draw_curves(axes["curves"], results["memory"])
         draw_messages(axes["messages"], results["memory"])
@@ -234,18 +234,16 @@ def draw_peaks(axis, rows):
     axis.set(xlabel="MiB at the peak of a step", title="what fills the memory")
     axis.set_xlim(0, axis.get_xlim()[1] * 1.12)
     axis.invert_yaxis()
-    axis.legend(frameon=False, ncols=5, loc="upper center", bbox_to_anchor=(0.45, -0.12))
+    axis.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.45, -0.12))
 
 
 def draw_curves(axis, rows):
-    """The bytes alive during one step: the forward rises, the backward falls."""
+    """The bytes alive during one step, drawn so that the peaks of all ways are at 0."""
     for row, colour in zip(rows, ("black", BLUE, GREEN, RED, PINK)):
         mib = [size / 2**20 for size in row["curve"]]
-        style = ":" if row["way"] == FSDP else "-"
-        axis.plot(
-            [i / len(mib) for i in range(len(mib))], mib, style, color=colour, label=row["way"]
-        )
-    axis.set(xlabel="operations of a step: forward, backward, update", ylabel="MiB alive")
+        peak, style = mib.index(max(mib)), ":" if row["way"] == FSDP else "-"
+        axis.plot(range(-peak, len(mib) - peak), mib, style, color=colour, label=row["way"])
+    axis.set(xlabel="operations; left of 0 the forward, right backward, update", ylabel="MiB alive")
     axis.set(ylim=(0, None), title="a step: most is alive where the backward begins")
     axis.legend(frameon=False)
 
@@ -261,8 +259,9 @@ def draw_messages(axis, rows):
             left += size
     axis.set(yticks=range(len(rows)), yticklabels=[row["way"] for row in rows])
     axis.set(xlabel="MiB on the wire, a rank, a step", title="what it costs in messages")
+    axis.set_xlim(0, axis.get_xlim()[1] * 1.3)
     axis.invert_yaxis()
-    axis.legend(frameon=False)
+    axis.legend(frameon=False, loc="upper right")
 
 
 def draw_scaling(axis, found):
@@ -270,7 +269,7 @@ def draw_scaling(axis, found):
     for (stage, sizes), colour in zip(found.items(), ("black", BLUE, GREEN, RED)):
         axis.loglog(WORLDS, sizes, "o-", base=2, color=colour, label=WAYS[int(stage)])
     axis.axhline(80, color=PALE, linestyle="--")
-    axis.text(1, 80, "80 GiB", va="bottom", color="#777777")
+    axis.text(WORLDS[-1], 80, "80 GiB", ha="right", va="bottom", color="#777777")
     axis.set(xlabel="ranks", ylabel="GiB of model state, float32")
     axis.set(title="llama-3.1-8b, predicted", xticks=WORLDS, xticklabels=WORLDS)
     axis.set(yticks=[4, 8, 16, 32, 64, 128], yticklabels=[4, 8, 16, 32, 64, 128])
