@@ -48,6 +48,14 @@ def test_data_is_the_scripts(maker, view):
     assert maker.embedded(PAGE)[view] == anew, "run make_explorer.py"
 
 
+def test_page_is_made_by_its_command(maker, monkeypatch, tmp_path):
+    monkeypatch.setattr(maker, "PAGE", tmp_path / PAGE.name)
+    monkeypatch.setattr(sys, "argv", ["make_explorer.py", "--only", "collectives"])
+    maker.PAGE.write_text(PAGE.read_text().replace("<h1>", "<h1>older "))
+    maker.main()
+    assert maker.PAGE.read_text() == PAGE.read_text()
+
+
 # In the browser
 # --------------------------------------------------------------------------------------------------
 
