@@ -214,7 +214,7 @@ view({
     const curves = two ? [curve("ring", "ring", "all_reduce"), curve("gather and add", "gather", "gather_and_add")] : [curve(plain(op), "ring", op)];
     say(words);
     root.append(
-      html("div", { class: "controls" },
+      html("div", { class: "controls dense" },
         choice("Operation", "op", OPERATION_NAMES), slider("Ranks", "P", [2, 3, 4, 5, 6, 7, 8]),
         player("step", steps + 1, 3000)),
       html("p", { class: "words" }, words),

@@ -57,7 +57,7 @@ const WHY = {
     },
     enter: {
       tp: "Nothing is sent, since every rank already has all tokens, which its own {part} are computed from.",
-      sp: "Each rank sends its tokens to all others, since it has the weights of its own {part} only and those need all tokens.",
+      sp: "Each rank sends its tokens to all others, since every rank computes its own {part} from all tokens.",
     },
     qkv: {
       weights: "Each rank multiplies all tokens by its own columns of the weights, so it gets queries, keys and values of its own heads.",
@@ -276,7 +276,7 @@ function blockInSmall(run, step, set) {
       svg("text", { x: middle + (end ? -12 : 12), y: way > 0 ? 12 : 61, style: `text-anchor: ${end ? "end" : "start"}` }, `you are here: ${phase}`)];
     return svg("g", { class: `station${now ? " now" : ""}`, onclick: () => set({ step: (near < 0 ? first : near) + 1 }) },
       svg("rect", { x: left, y: 0, width: w, height: 64, class: "nothing" }), box,
-      svg("text", { x: middle, y: 36 }, text), dots.map((back) => svg("circle", { cx: middle, cy: back ? 44 : 20, r: 5, class: "sends" })), here);
+      svg("text", { x: middle, y: 36 }, text), dots.map((back) => svg("circle", { cx: middle, cy: back ? 44 : 20, r: 5, class: `sends${now && back === (way < 0) ? " this" : ""}` })), here);
   });
   return svg("svg", { viewBox: `0 0 ${width} 64`, class: "block", "aria-hidden": "true" }, drawn);
 }
@@ -398,14 +398,15 @@ view({
     const words = step > 0 ? layoutWords(run, step - 1, layout, P)
       : `x, the block's input, comes in: ${first[1] === "tokens" ? "each rank has its own tokens of it" : "every rank has all of it"}.`;
     const one = step > 0 && tooMany(moment) ? `Drawn: what rank ${Math.min(state.from, P - 1)} sends; point at another rank or tap it. ` : "";
+    const colon = words.indexOf(":");
     say(words);
     root.append(
-      html("div", { class: "controls" },
+      html("div", { class: "controls dense" },
         choice("Layout", "layout", LAYOUT_NAMES), slider("Ranks", "P", [1, 2, 3, 4, 5, 6, 7, 8]),
         player("step", run.moments.length + 1, step > 0 && moment[3] ? 4200 : 1500)),
       highlights(run, layout, step, set),
       blockInSmall(run, step, set),
-      html("p", { class: "words" }, words),
+      html("p", { class: "words" }, html("b", {}, words.slice(0, colon)), words.slice(colon)),
       layoutPicture(run, step, P, layout, words, set),
       layoutLegend(),
       html("div", { class: "figures" },

@@ -113,7 +113,7 @@ function bytes(n) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let i = 0;
   while (n >= 1024 && i < units.length - 1) [n, i] = [n / 1024, i + 1];
-  return (i === 0 ? count(n) : Number(n.toPrecision(n < 1000 ? 3 : 4))) + " " + units[i];
+  return (i === 0 ? count(n) : Number(n.toPrecision(n < 1000 ? 3 : 4))) + "\u00a0" + units[i];
 }
 
 // Words for those who listen; a live region, so only what changed with the last step.
