@@ -18,13 +18,11 @@ A pipeline's rank holds whole tensors. Saving, the third time in a folder:
     each rank    save3-rank0.safetensors, save3-rank1.safetensors, ...     its own pieces, once
                      | only when every file is on the disk
     rank 0       index.json: {tensor: shape, dtype, pieces: [file, at, runs]}, written beside the
-                 old one and renamed over it: the moment in which the checkpoint changes.
-                 Then save2's files are removed
+                 old one, renamed over it: now the new one counts. Then save2's files are removed
 
 What several ranks hold (norms; in Ulysses all; a pipeline's tied embedding) is saved by one of
-them, padding by none. Loading, a rank reads the runs that overlap with what it holds, straight into
-place; none ever has the whole model. AdamW's two averages are cut as their parameter is; its step
-count is a number. The files are Hugging Face's safetensors.
+them, padding by none. Loading, a rank reads what overlaps with its own, straight into place: none
+ever has the whole model. AdamW's averages are cut as their parameter is; its step count is not.
 
     python labs/lab13_checkpoints.py --plot lab13.png    # checks and experiments
     python labs/lab13_checkpoints.py --pairs all         # every layout into every other
@@ -227,16 +225,23 @@ def gather_objects(value, group):
     return values
 
 
-def make_index(number, everyone):
-    """The index, from [(file, what write_tensors returned, {name: Shard}, kinds)] of every rank."""
+def gather_layouts(layout, group):
+    """Every rank's {name: Shard}; sent as tuples, as pickle does not find the classes of a lab."""
+    plain = {name: dataclasses.astuple(shard) for name, shard in layout.items()}
+    everyone = gather_objects(plain, group)
+    return [{name: Shard(*fields) for name, fields in each.items()} for each in everyone]
+
+
+def make_index(number, layouts, everyone):
+    """The index, from each rank's layout and (file, kinds, what write_tensors returned)."""
     index = {"format": FORMAT, "number": number, "files": {}, "tensors": {}}
-    for file, written, shards, kinds in everyone:
+    for layout, (file, kinds, written) in zip(layouts, everyone):
         index["files"][file] = {"bytes": written["bytes"], "crc32": written["crc32"]}
-        for name, s in shards.items():
-            empty = {"dtype": kinds[name][0], "shape": s.shape, "pieces": []}
-            runs = [s.offset, s.length, s.stride, s.count]
+        for name, (dtype, _) in kinds.items():
+            shape, *runs = dataclasses.astuple(layout[name])
             piece = {"file": file, "at": written["at"][name], "runs": runs}
-            index["tensors"].setdefault(name, empty)["pieces"].append(piece)
+            entry = {"dtype": dtype, "shape": shape, "pieces": []}
+            index["tensors"].setdefault(name, entry)["pieces"].append(piece)
     return index
 
 
@@ -266,20 +271,21 @@ def save(folder, tensors, layout, group):
 
     tensors {name: what this rank holds}, layout {name: Shard}. Each rank writes what owners() gives
     it to save{number}-rank{rank}.safetensors; number: the old index's plus 1, else 1. When all
-    files are there, rank 0 commits make_index(); no rank returns before that. All that ranks tell
-    each other goes through gather_objects.
+    files are there, rank 0 commits make_index(); no rank returns before that. Ranks communicate by
+    gather_layouts and gather_objects.
     """
     # exercise: save
     rank, older = group.rank(), Path(folder, "index.json").exists()
     number = read_index(folder)["number"] + 1 if older else 1
-    owner = owners(gather_objects(layout, group))
-    own = {name: shard for name, shard in layout.items() if owner[name, shard] == rank}
+    layouts = gather_layouts(layout, group)
+    owner = owners(layouts)
+    own = [name for name, shard in layout.items() if owner[name, shard] == rank]
     kinds = {name: (DTYPE_NAMES[tensors[name].dtype], tensors[name].shape) for name in own}
     file = f"save{number}-rank{rank}.safetensors"
     written = write_tensors(Path(folder, file), kinds, tensors.get)
-    everyone = gather_objects((file, written, own, kinds), group)
+    everyone = gather_objects((file, kinds, written), group)
     if rank == 0:
-        commit(folder, make_index(number, everyone))
+        commit(folder, make_index(number, layouts, everyone))
     gather_objects(None, group)
     # end exercise
 
@@ -288,11 +294,10 @@ def save(folder, tensors, layout, group):
 
 
 def damage(folder, index, files):
-    """What is wrong with the first of these files that is not as the index has it; else None.
+    """What is wrong with the first of these files that is not as the index has it; or None.
 
-    A line with its path: it is missing, has another number of bytes, or another crc32 (damaged, or
-    another checkpoint's). It is read in blocks of BLOCK bytes, never whole.
-    """
+    A line with its path: it is missing, or has other bytes or crc32 (damaged, or another
+    checkpoint's). Read in blocks of BLOCK bytes, never whole."""
     # exercise: verify
     for name in files:
         path, known, crc, size = Path(folder, name), index["files"][name], 0, 0
@@ -310,10 +315,7 @@ def damage(folder, index, files):
 
 
 def mismatch(index, tensors, layout):
-    """The first name of the layout that the checkpoint cannot give, and why, in a line; else None.
-
-    It is not in the index, or has another full shape there, or another dtype.
-    """
+    """A line on the first name that the index lacks, or has with another shape or dtype; or None."""
     # exercise: verify
     for name, shard in layout.items():
         if name not in index["tensors"]:

@@ -13,6 +13,7 @@ import io
 import os
 import stat
 import threading
+from collections import Counter
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -137,12 +138,13 @@ class Written:
 
 
 class Counted(io.FileIO):
-    """A file that is read: adds what is read to `total`, and keeps the most at once in `most`."""
+    """A file that is read. Of all: bytes in `total` and `by_file`, most at once in `most`."""
 
-    total = most = 0
+    total, most, by_file = 0, 0, Counter()
 
     def count(self, size):
         Counted.total += size
+        Counted.by_file[Path(self.name).name] += size
         Counted.most = max(Counted.most, size)
 
     def readinto(self, view):
@@ -168,7 +170,7 @@ def counting():
     def opened(path, mode="r", *args, **kwargs):
         return Counted(path) if mode == "rb" else REAL_OPEN(path, mode, *args, **kwargs)
 
-    Counted.total = Counted.most = 0
+    Counted.total, Counted.most, Counted.by_file = 0, 0, Counter()
     with mock.patch.object(builtins, "open", opened), mock.patch.object(io, "open", opened):
         yield Counted
 
