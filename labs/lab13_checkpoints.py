@@ -315,7 +315,7 @@ def damage(folder, index, files):
 
 
 def mismatch(index, tensors, layout):
-    """A line on the first name that the index lacks, or has with another shape or dtype; or None."""
+    """A line on the first name that the index lacks, or has in another shape or dtype; or None."""
     # exercise: verify
     for name, shard in layout.items():
         if name not in index["tensors"]:

@@ -94,8 +94,8 @@ def check_overlap(lab, group, seed):
         hint = "positions are in the ranks' own tensors: a run behind another, without the gaps"
         if len(pairs) < len(right):
             hint = "when the earlier of two runs ends, go on with the next of that tensor alone"
-        if min((n for *_, n in found), default=1) < 1:
-            hint = "runs that share nothing: nothing to yield"
+        least = min((n for *_, n in found), default=1)
+        expect(least > 0, f"{what}: {least} numbers", "runs that share nothing: nothing to yield")
         expect(set(pairs) == right and len(pairs) == len(right), f"{what}: {found}", hint)
         most = len(list(finished.overlap(*pair)))
         hint = "runs, not single numbers: a read each"
