@@ -136,8 +136,8 @@ def overlap(mine, theirs):
 def owners(layouts):
     """{(name, Shard): the rank that saves it}. layouts: of each rank {name: Shard}.
 
-    In the order in which they are met, rank 0's first. What several ranks hold is saved by the one
-    of them that has the fewest numbers to save so far; of several such, by the lowest. Raises
+    First what one rank alone holds, then two, and so on; else as they are met, rank 0's first. Each
+    goes to the holder with the fewest numbers to save so far; of several such, the lowest. Raises
     CheckpointError, with the tensor's name, where the pieces are not all of a tensor once.
     """
     # exercise: owners
@@ -145,7 +145,7 @@ def owners(layouts):
     for rank, layout in enumerate(layouts):
         for name, shard in layout.items():
             holders.setdefault((name, shard), []).append(rank)
-    for (name, shard), ranks in holders.items():
+    for (name, shard), ranks in sorted(holders.items(), key=lambda item: len(item[1])):
         numbers = shard.length * shard.count
         owner[name, shard] = rank = min(ranks, key=taken.__getitem__)
         taken[rank] += numbers
@@ -392,9 +392,9 @@ def training_state(model, optimizer):
 def state_layout(layout):
     """The layout of training_state(), from that of the parameters, {name: Shard}."""
     found = {}
-    for name, shard in layout.items():
-        found |= {name: shard, f"{name}/step": whole(())}
-        found |= {f"{name}/exp_avg": shard, f"{name}/exp_avg_sq": shard}
+    for name, own in layout.items():
+        found |= {name: own, f"{name}/step": whole(())}
+        found |= {f"{name}/exp_avg": own, f"{name}/exp_avg_sq": own}
     return found
 
 

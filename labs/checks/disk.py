@@ -54,6 +54,8 @@ class Disk:
 
     def fsync(self, descriptor):
         self.event("os.fsync")
+        if not isinstance(descriptor, int):
+            descriptor = descriptor.fileno()
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             self.names.clear()
         else:

@@ -114,7 +114,7 @@ def check_owners(lab, group, seed):
             mine = found.get((name, shard))
             known = isinstance(mine, int) and shard == layouts[mine].get(name)
             expect(known, f"{what}: {mine} saves {shard} of {name}", "one rank that holds it")
-            hint = "each replica to the holder with the fewest numbers so far, step by step"
+            hint = "fewest holders first; each to the holder with the fewest numbers so far"
             expect(mine == rank, f"{what}: rank {mine} saves {name}, not {rank}", hint)
         expect(len(found) == len(right), f"{what}: {len(found)} pieces, not {len(right)}")
     hole, twice = layouts_of("tp", SHAPES, 3), layouts_of("tp", SHAPES, 3)

@@ -63,7 +63,9 @@ def save_with(lab, folder, full, kind, world):
     def on_rank(group):
         layout = layout_of(kind, shapes, group.rank(), world)
         tensors = {name: part_of(full[name], shard) for name, shard in layout.items()}
-        lab.save(folder, tensors, layout, group)
+        lab.save(
+            folder, tensors, {n: lab.Shard(*vars(s).values()) for n, s in layout.items()}, group
+        )
 
     on_turns(lab, world, on_rank)
 

@@ -10,10 +10,20 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 
 class CountingReader(dcp.FileSystemReader):
-    """bytes: what it reads of the files. DCP reads an item whole, and then narrows it."""
+    """numbers: bytes of the tensors that it reads; DCP reads a piece whole, and narrows it then."""
+
+    def read_metadata(self, *args, **kwargs):
+        self.metadata = super().read_metadata(*args, **kwargs)
+        return self.metadata
 
     def read_data(self, plan, planner):
-        self.bytes = sum(self.storage_data[item.storage_index].length for item in plan.items)
+        self.numbers = 0
+        for item in plan.items:
+            where, saved = item.storage_index, self.metadata.state_dict_metadata
+            for chunk in saved[where.fqn].chunks:
+                if chunk.offsets == where.offset:
+                    itemsize = saved[where.fqn].properties.dtype.itemsize
+                    self.numbers += chunk.sizes.numel() * itemsize
         return super().read_data(plan, planner)
 
 
@@ -35,7 +45,7 @@ def rows_layout(lab, group, full):
 
 
 def save_both(group, lab, full, folder):
-    """The same rows by DCP and by the lab: this rank's (bytes held, bytes of its files by each)."""
+    """The same rows by DCP and by the lab: (bytes that this rank holds, size of its file by each)."""
     sharded, layout = by_rows(group, full), rows_layout(lab, group, full)
     dcp.save(sharded, checkpoint_id=Path(folder, "dcp"))
     own = {name: sharded[name].to_local() for name in layout}
@@ -47,7 +57,7 @@ def save_both(group, lab, full, folder):
 
 
 def load_both(group, lab, full, folder):
-    """Into this rank's rows: (bytes held, read by DCP, by the lab, whether all are as saved)."""
+    """Into this rank's rows: (bytes held, read by DCP, by the lab; whether all are as saved)."""
     zeros = {name: torch.zeros_like(x) for name, x in full.items()}
     theirs, layout = by_rows(group, zeros), rows_layout(lab, group, full)
     reader = CountingReader(Path(folder, "dcp"))
@@ -60,7 +70,7 @@ def load_both(group, lab, full, folder):
     right = by_rows(group, full)
     found = [(theirs[n].to_local(), own.get(n), right[n].to_local()) for n in full]
     same = all(torch.equal(a, c) and (b is None or torch.equal(b, c)) for a, b, c in found)
-    return sum(x.nbytes for x in own.values()), reader.bytes, read.total, same
+    return sum(x.nbytes for x in own.values()), reader.numbers, read.total, same
 
 
 def plain_tensors(group, full, folder):

@@ -105,7 +105,10 @@ def show_pairs(rows, names):
                 files = " + ".join(map(str, filter(None, files)))
                 pair = [row["saved"], row["loaded"], str(rank), files]
                 lines.append([*pair, str(row["held"][rank]), str(row["peak"][rank])])
-    table(["saved by", "loaded by", "rank", "reads", "holds", "alive beside it"], *lines)
+    table(["saved by", "loaded by", "rank", "reads", "holds", "alive beside"], *lines)
+    print(
+        "\n  alive beside: the largest sum of other tensors while it loads (names that ranks exchange)"
+    )
     return off
 
 
@@ -117,8 +120,11 @@ def show_dcp(lab, right, folder):
     loaded = on_ranks(3, load_both, lab, right, folder)
     columns = {OUTPUT: right[OUTPUT]}
     plain = on_ranks(2, plain_tensors, columns, str(Path(folder, "plain")))
-    print("\nPyTorch's DCP: the weights, cut by rows, saved by 2 ranks and loaded by 3. Bytes")
-    rows = [["2 write", str(r), *map(str, sizes)] for r, sizes in enumerate(saved)]
+    print(
+        "\nPyTorch's DCP: the weights, cut by rows, saved by 2 ranks and loaded by 3. In bytes: each"
+    )
+    print("file's size (DCP's has a zip archive for each tensor), and the numbers that are read")
+    rows = [["2 save", str(r), *map(str, sizes)] for r, sizes in enumerate(saved)]
     rows += [["3 read", str(r), *map(str, sizes[:3])] for r, sizes in enumerate(loaded)]
     table(["", "rank", "holds", "DCP", "this lab"], *rows)
     back = " and ".join(f"rank {r} {'yes' if same else 'no'}" for r, same in enumerate(plain))
