@@ -45,7 +45,7 @@ def rows_layout(lab, group, full):
 
 
 def save_both(group, lab, full, folder):
-    """The same rows by DCP and by the lab: (bytes that this rank holds, size of its file by each)."""
+    """The same rows by DCP and by the lab: (bytes that this rank holds, its file's by each)."""
     sharded, layout = by_rows(group, full), rows_layout(lab, group, full)
     dcp.save(sharded, checkpoint_id=Path(folder, "dcp"))
     own = {name: sharded[name].to_local() for name in layout}

@@ -106,9 +106,7 @@ def show_pairs(rows, names):
                 pair = [row["saved"], row["loaded"], str(rank), files]
                 lines.append([*pair, str(row["held"][rank]), str(row["peak"][rank])])
     table(["saved by", "loaded by", "rank", "reads", "holds", "alive beside"], *lines)
-    print(
-        "\n  alive beside: the largest sum of other tensors while it loads (names that ranks exchange)"
-    )
+    print("\n  alive beside: the most of other tensors while it loads (names that ranks exchange)")
     return off
 
 
@@ -120,10 +118,8 @@ def show_dcp(lab, right, folder):
     loaded = on_ranks(3, load_both, lab, right, folder)
     columns = {OUTPUT: right[OUTPUT]}
     plain = on_ranks(2, plain_tensors, columns, str(Path(folder, "plain")))
-    print(
-        "\nPyTorch's DCP: the weights, cut by rows, saved by 2 ranks and loaded by 3. In bytes: each"
-    )
-    print("file's size (DCP's has a zip archive for each tensor), and the numbers that are read")
+    print("\nPyTorch's DCP: the weights, cut by rows, saved by 2 ranks and loaded by 3. In bytes:")
+    print("each file (DCP's has a zip archive for each tensor); the numbers that a rank reads")
     rows = [["2 save", str(r), *map(str, sizes)] for r, sizes in enumerate(saved)]
     rows += [["3 read", str(r), *map(str, sizes[:3])] for r, sizes in enumerate(loaded)]
     table(["", "rank", "holds", "DCP", "this lab"], *rows)
@@ -218,11 +214,11 @@ def draw(results, path):
                 labels.append(f"{row['saved']} to {row['loaded']}, rank {rank}")
         axis.set_yticks(range(len(labels)), labels)
         axis.invert_yaxis()
-        axis.set(xlabel="kB read, by the rank whose file it is; black: what the rank holds")
+        axis.set(xlabel="kB; colour: whose file; black: what the rank holds")
         axis.set_title("Who reads what", loc="left")
         axis, labels = axes["writes"], []
         total = sum(results["saves"][0]["written"]) / 1e3
-        for row in results["saves"]:
+        for row in results["saves"][:SOME]:
             for rank, (held, written) in enumerate(zip(row["held"], row["written"])):
                 axis.barh(len(labels), held / 1e3, color=PALE)
                 axis.barh(len(labels), written / 1e3, color=RANKS[rank], height=0.5)
