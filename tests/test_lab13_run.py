@@ -1,4 +1,4 @@
-"""Lab 13: every layout into every other, what is read and written; what load() says of bad files."""
+"""Lab 13: every layout into every other, what is read and written, what is said of bad files."""
 
 import json
 
@@ -12,8 +12,8 @@ from experiments import suite  # noqa: E402
 
 lab = harness.load(LABS["lab13"])
 # Tied embedding; in a layer q and o, k and v, three of the MLP, two norms; the last norm
-H, V, I, KV, LAYERS = 24, 50, 20, 12, 5
-NUMBERS = V * H + LAYERS * (2 * H * H + 2 * KV * H + 3 * I * H + 2 * H) + H
+H, V, MLP, KV, LAYERS = 24, 50, 20, 12, 5
+NUMBERS = V * H + LAYERS * (2 * H * H + 2 * KV * H + 3 * MLP * H + 2 * H) + H
 TENSORS = 1 + LAYERS * 9 + 1
 
 
@@ -61,7 +61,7 @@ def test_the_pictures_cuts(tmp_path):
 
 @pytest.fixture
 def saved(tmp_path, monkeypatch):
-    """A checkpoint of two ranks, and a load() of it on one: load(index's change) -> what is said."""
+    """(folder, full tensors, load) of a checkpoint; load() on one rank: tensors, or what is said."""
     full = shards.drawn(0, shards.SHAPES)
     shards.save_with(lab, tmp_path, full, "tp", 2)
     monkeypatch.setattr(lab, "gather_objects", lambda value, group: [value])
