@@ -180,11 +180,13 @@ def counting():
 class Turns:
     """Ranks as threads of this process, one at a time: rank 0 runs until it waits, then rank 1, ...
 
-    So rank 0 is as far ahead of the others as it can get. gather() is what they wait in.
+    So rank 0 is as far ahead of the others as it can get; backwards: the last rank is. gather() is
+    what they wait in.
     """
 
-    def __init__(self, world):
+    def __init__(self, world, backwards):
         self.world, self.given, self.values = world, {}, []
+        self.order = list(range(world))[:: -1 if backwards else 1]
         self.go = [threading.Semaphore(0) for _ in range(world)]
         self.back = threading.Semaphore(0)
         self.results, self.problem, self.done = [None] * world, None, set()
@@ -216,8 +218,8 @@ class Turns:
             thread.start()
         while len(self.done) < self.world and not self.problem:
             self.given = {}
-            for rank in sorted(set(range(self.world)) - self.done):
-                if not self.problem:
+            for rank in self.order:
+                if rank not in self.done and not self.problem:
                     self.go[rank].release()
                     self.back.acquire()
             if self.given and len(self.given) < self.world and not self.problem:
@@ -233,8 +235,8 @@ class Turns:
         return self.results
 
 
-def on_turns(lab, world, function):
+def on_turns(lab, world, function, backwards=False):
     """[function(group) of each rank], whose gather_objects in the lab is Turns'."""
-    turns = Turns(world)
+    turns = Turns(world, backwards)
     with mock.patch.object(lab, "gather_objects", turns.gather):
         return turns.run(function)

@@ -189,8 +189,11 @@ def check_save(lab, group, seed):
         for i, (kind, world) in enumerate(LAYOUTS):
             first.mkdir(exist_ok=True)
             values = (old, new)[i % 2]
-            save_with(lab, first, values, kind, world)
+            seen = save_with(lab, first, values, kind, world, backwards=True)
             what = f"save() from {kind} on {world} ranks"
+            early = [rank for rank, number in enumerate(seen) if number != i + 1]
+            hint = "all wait for rank 0 in a last gather_objects"
+            expect(not early, f"{what}: ranks {early} return before the new index is there", hint)
             expect(same(read_full(first), values), f"{what}: other numbers come back")
             index, files = finished.read_index(first), list(first.glob("save*"))
             pieces = [x for saved in index["tensors"].values() for x in saved["pieces"]]

@@ -1,6 +1,7 @@
 """Toy layouts, what their ranks hold, and checkpoints of them: what lab 13's checks share."""
 
 import itertools
+from pathlib import Path
 
 import torch
 from checks.disk import on_turns
@@ -56,8 +57,9 @@ def drawn(seed, shapes, dtype=torch.float64):
     return {n: torch.randn(s, generator=numbers, dtype=dtype) for n, s in shapes.items()}
 
 
-def save_with(lab, folder, full, kind, world):
-    """Save full tensors {name: tensor} by a lab's save(), from ranks in a layout."""
+def save_with(lab, folder, full, kind, world, backwards=False):
+    """Save full tensors {name: tensor} by a lab's save(), from ranks in a layout; returns the
+    number of the index (None: there is none) that each rank sees when it returns."""
     shapes = {name: tuple(x.shape) for name, x in full.items()}
 
     def on_rank(group):
@@ -67,7 +69,10 @@ def save_with(lab, folder, full, kind, world):
             folder, tensors, {n: lab.Shard(*vars(s).values()) for n, s in layout.items()}, group
         )
 
-    on_turns(lab, world, on_rank)
+        there = Path(folder, "index.json").exists()
+        return finished.read_index(folder)["number"] if there else None
+
+    return on_turns(lab, world, on_rank, backwards)
 
 
 def read_full(folder):
