@@ -61,7 +61,7 @@ def test_the_pictures_cuts(tmp_path):
 
 @pytest.fixture
 def saved(tmp_path, monkeypatch):
-    """(folder, full tensors, load) of a checkpoint; load() on one rank: tensors, or what it says."""
+    """(folder, full tensors, load) of a checkpoint; load() on one rank: tensors, or the error."""
     full = shards.drawn(0, shards.SHAPES)
     shards.save_with(lab, tmp_path, full, "tp", 2)
     monkeypatch.setattr(lab, "gather_objects", lambda value, group: [value])
