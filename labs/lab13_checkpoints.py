@@ -391,10 +391,9 @@ def training_state(model, optimizer):
 
 def state_layout(layout):
     """The layout of training_state(), from that of the parameters, {name: Shard}."""
-    found = {}
+    found = dict(layout)
     for name, own in layout.items():
-        found |= {name: own, f"{name}/step": whole(())}
-        found |= {f"{name}/exp_avg": own, f"{name}/exp_avg_sq": own}
+        found |= {f"{name}/step": whole(()), f"{name}/exp_avg": own, f"{name}/exp_avg_sq": own}
     return found
 
 
