@@ -400,7 +400,8 @@ def state_layout(layout):
 def export(folder, path):
     """Write the parameters of a checkpoint as one safetensors file that HF's from_pretrained reads.
 
-    No optimizer state. One full tensor at a time is in memory. Written beside path, and renamed.
+    No optimizer state (names with a "/"). One full tensor at a time is in memory. The file is
+    written beside path, and renamed.
     """
     # exercise: export
     index, kinds = read_index(folder), {}

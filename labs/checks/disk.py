@@ -61,7 +61,7 @@ class Disk:
         else:
             self.unsynced.discard(self.files.get(descriptor))
 
-    def replace(self, source, target, replace=os.replace):
+    def replace(self, source, target, replace=os.replace):  # the real one: inside(), os has ours
         source, target = str(source), str(target)
         self.event(f"{Path(target).name} is replaced")
         before = Path(target).read_bytes() if Path(target).exists() else None

@@ -65,10 +65,9 @@ def save_with(lab, folder, full, kind, world, backwards=False):
     def on_rank(group):
         layout = layout_of(kind, shapes, group.rank(), world)
         tensors = {name: part_of(full[name], shard) for name, shard in layout.items()}
-        lab.save(
-            folder, tensors, {n: lab.Shard(*vars(s).values()) for n, s in layout.items()}, group
-        )
-
+        # Shards of the lab's own class: only these are equal to those that it makes
+        own = {name: lab.Shard(*vars(shard).values()) for name, shard in layout.items()}
+        lab.save(folder, tensors, own, group)
         there = Path(folder, "index.json").exists()
         return finished.read_index(folder)["number"] if there else None
 

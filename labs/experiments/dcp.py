@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 
 class CountingReader(dcp.FileSystemReader):
-    """numbers: bytes of the tensors that it reads; DCP reads a piece whole, and narrows it then."""
+    """numbers: bytes of the pieces in a rank's plan; read_data loads each whole, and narrows it."""
 
     def read_metadata(self, *args, **kwargs):
         self.metadata = super().read_metadata(*args, **kwargs)
