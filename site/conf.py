@@ -79,7 +79,7 @@ def navigation(env, readme):
         pages = []
         for file in re.findall(r"\]\((?!http)([^)#]+)", row):
             name = file.rpartition(".")[0]
-            lab = re.match(r"labs/(lab\d+)_", name)
+            lab = re.match(r"labs/(lab\d+b?)_", name)
             pages += [f"labs/notes/{lab[1]}"] if lab else []
             pages += [name, DIFF] if name == "sp_megatron" else [name]
         title = re.split("[:;]", row.split("|")[1].strip())[0]
