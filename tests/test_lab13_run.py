@@ -1,6 +1,7 @@
 """Lab 13: every layout into every other, what is read and written, what is said of bad files."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from learner import CHECKS, LABS, SHOWN, harness, run_lab
@@ -11,6 +12,7 @@ from checks import shards  # noqa: E402
 from experiments import suite  # noqa: E402
 
 lab = harness.load(LABS["lab13"])
+ALONE = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
 # Tied embedding; in a layer q and o, k and v, three of the MLP, two norms; the last norm
 H, V, MLP, KV, LAYERS = 24, 50, 20, 12, 5
 NUMBERS = V * H + LAYERS * (2 * H * H + 2 * KV * H + 3 * MLP * H + 2 * H) + H
@@ -65,14 +67,12 @@ def saved(tmp_path, monkeypatch):
     full = shards.drawn(0, shards.SHAPES)
     shards.save_with(lab, tmp_path, full, "tp", 2)
     monkeypatch.setattr(lab, "gather_objects", lambda value, group: [value])
-    group = harness.ModuleType("group")
-    group.rank, group.size = lambda: 0, lambda: 1
 
     def load(tensors=full):
         layout = {name: lab.whole(x.shape) for name, x in tensors.items()}
         tensors = {name: x.clone() for name, x in tensors.items()}
         try:
-            lab.load(tmp_path, tensors, layout, group)
+            lab.load(tmp_path, tensors, layout, ALONE)
         except lab.CheckpointError as problem:
             return str(problem)
         return tensors
@@ -120,6 +120,18 @@ def test_another_model_is_refused(saved):
     assert "o is ('F64'" in load(full | {"o": full["o"].float()})
     less = {name: x for name, x in full.items() if name != "head"}
     assert "head is in the checkpoint, and in no rank's model" in load(less)
+
+
+def test_a_file_of_hugging_faces_loads(saved):
+    folder, full, _ = saved
+    hf = folder / "hf"
+    hf.mkdir()
+    kinds = {name: ("F64", tuple(x.shape)) for name, x in full.items()}
+    lab.write_tensors(hf / "model.safetensors", kinds, full.get)
+    mine = {name: lab.torch.zeros_like(x) for name, x in full.items()}
+    layout = {name: lab.whole(x.shape) for name, x in full.items()}
+    lab.load(hf, mine, layout, ALONE, lab.import_index(hf))
+    assert shards.same(mine, full)
 
 
 def test_what_is_no_safetensors_file_is_named(tmp_path):
