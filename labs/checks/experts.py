@@ -1,20 +1,21 @@
-"""Small mixtures of experts of Hugging Face's, in float64, on one device: the reference of lab 12."""
+"""Small mixtures of experts of Hugging Face's, in float64, on one device: for lab 12."""
 
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import Wrong, expect_close
+from harness import Wrong, expect, expect_close
+from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 EXACT = 1e-10
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 31}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 4, "pad_token_id": None, "sliding_window": None}
-FAMILIES = {  # name: model type, the names of the number of experts and of their width, more
-    "Qwen3-MoE": ("qwen3_moe", "num_experts", "moe_intermediate_size", {"norm_topk_prob": False}),
-    "Mixtral": ("mixtral", "num_local_experts", "intermediate_size", {}),
+FAMILIES = {  # the classes, and what they call the number of experts and the width of one
+    "Qwen3-MoE": (Qwen3MoeConfig, Qwen3MoeForCausalLM, "num_experts", "moe_intermediate_size"),
+    "Mixtral": (MixtralConfig, MixtralForCausalLM, "num_local_experts", "intermediate_size"),
 }
 
 
@@ -37,10 +38,10 @@ class Float64(TorchFunctionMode):
 
 def tiny(family, experts, k, seed, width=12, dtype=torch.float64, **changes):
     """Hugging Face's model with random weights, the same on every rank."""
-    kind, count_name, width_name, more = FAMILIES[family]
-    sizes = SIZES | {count_name: experts, width_name: width, "num_experts_per_tok": k} | more
+    config, causal, count_name, width_name = FAMILIES[family]
+    sizes = SIZES | {count_name: experts, width_name: width, "num_experts_per_tok": k} | changes
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**sizes, **changes}))
+    model = causal(config(**sizes))
     model.set_experts_implementation("eager")  # the model's own lines, no kernel in their place
     model = model.to(dtype).eval()
     for parameter in model.parameters():  # so that no norm is 1 and no two choices are alike
@@ -114,3 +115,103 @@ def same(what, mine, right, hints=None, otherwise=""):
         return expect_close(what, mine, right, EXACT, hints)
     except Wrong as wrong:
         raise Wrong(wrong.found, wrong.hint or otherwise) from None
+
+
+def gradients(y, dy, inputs):
+    """Those of the sum of y dy; zeros where y does not depend on an input."""
+    return torch.autograd.grad(y, inputs, dy, allow_unused=True, materialize_grads=True)
+
+
+def subgroups():
+    """Groups of 2, 3 and 4 of four ranks; where this rank is in none, its size is -1."""
+    return [dist.new_group(ranks) for ranks in ([1, 3], [0, 2, 3], [0, 1, 2, 3])]
+
+
+def members(groups):
+    """(group, rank, size) of the groups that this rank is in."""
+    inside = [group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER]
+    return [(group, group.rank(), group.size()) for group in inside]
+
+
+def check_rows(lab, what, seed, weights, order):
+    """TakeRows and WeightedSum against products with matrices of ones and zeros."""
+    (n, k), rows = weights.shape, len(order)
+    x, y = drawn(seed + 3, n, 4).requires_grad_(), drawn(seed + 4, rows, 4).requires_grad_()
+    weights = weights.clone().requires_grad_()
+    tokens = torch.zeros(rows, n, dtype=x.dtype)
+    tokens[range(rows), order // k] = 1
+    choices = torch.zeros(rows, n * k, dtype=x.dtype)
+    choices[range(rows), order] = 1
+    mine, dy = lab.TakeRows.apply(x, order // k), drawn(seed + 5, rows, 4)
+    same(f"{what}: TakeRows", mine, tokens @ x)
+    [dx] = gradients(mine, dy, x)
+    last = torch.zeros_like(dx)
+    last[order // k] = dy
+    hints = {"a row that was taken k times has k gradients: add them (index_add)": last}
+    same(f"{what}: TakeRows' gradient", dx, tokens.T @ dy, hints)
+    mine, dy = lab.WeightedSum.apply(y, weights, order), drawn(seed + 6, n, 4)
+    right = tokens.T @ (y * (choices @ weights.flatten())[:, None])
+    hints = {"times the weight of the choice that the row is for": tokens.T @ y}
+    hint = "order[i] // k is row i's token, weights.flatten()[order[i]] its weight"
+    same(f"{what}: WeightedSum", mine, right, hints, hint)
+    names = "y", "weights"
+    found, wanted = (gradients(out, dy, (y, weights)) for out in (mine, right))
+    hints = {"dy: of the weighted sum, so times the weight": tokens @ dy}
+    for name, a, b in zip(names, found, wanted):
+        hint = "a weight's gradient: the product of its row with its token's, summed"
+        same(f"{what}: WeightedSum's gradient of {name}", a, b, hints, hint)
+
+
+class Dropping(nn.Module):
+    """Hugging Face's block, where the weights of dropped choices are 0."""
+
+    def __init__(self, block, factor):
+        super().__init__()
+        self.block, self.factor, self.lost = block, factor, None
+
+    def forward(self, x):
+        flat = x.flatten(0, 1)
+        _, weights, experts = self.block.gate(flat)
+        count = len(self.block.gate.weight)
+        capacity = -(-experts.numel() * self.factor // count)
+        kept = torch.tensor(kept_choices(weights, experts, count, int(capacity)))
+        self.lost = ~kept.any(1)
+        return self.block.experts(flat, experts, weights * kept).view_as(x)
+
+
+def kept_choices(weights, experts, count, capacity, key=lambda weight, token: -weight):
+    """[[whether a choice is kept]], by going through each expert's choices."""
+    kept = [[False] * experts.shape[1] for _ in experts]
+    for expert in range(count):
+        mine = (experts == expert).nonzero().tolist()  # [token, place]
+        mine.sort(key=lambda at: key(weights[at[0], at[1]].item(), at[0]))
+        for t, j in mine[:capacity]:
+            kept[t][j] = True
+    return kept
+
+
+def check_dropped_model(lab, group, seed):
+    """A whole model with a capacity on two ranks; returns how many tokens lose all choices."""
+    ids = torch.randint(31, (2, 2, 6), generator=torch.Generator().manual_seed(seed))[group.rank()]
+    dy, right = drawn(seed, 2, 6, 31), tiny("Qwen3-MoE", 5, 1, seed)
+    for layer in right.model.layers:
+        layer.mlp = Dropping(layer.mlp, 0.5)
+    ours = tiny("Qwen3-MoE", 5, 1, seed)
+    blocks = lab.parallelize(ours, group, 0.5)
+    with Float64():
+        logits, mine = (model(input_ids=ids, use_cache=False).logits for model in (right, ours))
+    what = "a model with capacity 0.5"
+    hint = "a token that loses its choices gets 0 from the block: the layer adds its input to that"
+    same(f"{what}: logits", mine.detach(), logits.detach(), None, hint)
+    logits.backward(dy)
+    mine.backward(dy)
+    grads = {name: p.grad for name, p in ours.named_parameters()}
+    norm = torch.stack([p.grad.norm() for p in right.parameters()]).norm()
+    for name, p in right.named_parameters():
+        if "experts" in name:  # they have the gradients of both ranks
+            dist.all_reduce(p.grad, group=group)
+        held = slice(*lab.split(5, group.rank(), 2))
+        name, grad = own_share(name.replace("block.", ""), p.grad, blocks, held)
+        error = (grads[name] - grad).norm() / torch.maximum(grad.norm(), norm / 1000)
+        expect(error <= EXACT, f"{what}: the gradient of {name} is off by {error:.1e}")
+    return sum(int(layer.mlp.lost.sum()) for layer in right.model.layers)
