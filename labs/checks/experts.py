@@ -23,8 +23,17 @@ class Float64(TorchFunctionMode):
     """Inside, what asks for float32 gets float64: for the proof only.
 
     Hugging Face computes norms, the router's softmax and its balance loss in float32, whatever the
-    model's dtype. That would be off by 1e-7 on either side, and in another way on each.
+    model's dtype. That would be off by 1e-7 on either side, and in another way on each. Whole
+    numbers divided give float64, too.
     """
+
+    def __enter__(self):
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *problem):
+        torch.set_default_dtype(torch.float32)
+        return super().__exit__(*problem)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.float:

@@ -101,9 +101,9 @@ def check_all_to_all(lab, world, seed):
         table[1] = 0  # a rank without tokens
         start, end = split(count, rank, P)
         with Traffic() as traffic:
-            arriving = lab.exchange_sizes(table[rank].clone(), group)
-        what = f"{P} ranks, {count} experts"
-        hint = "an all-to-all of the sizes: rank r gets those of its experts, from every rank"
+            hint = "an all-to-all of the sizes: rank r gets those of its experts, from every rank"
+            what, call = f"{P} ranks, {count} experts", (table[rank].clone(), group)
+            arriving = attempt(f"{what}: exchange_sizes()", hint, lab.exchange_sizes, *call)
         expect_list(f"{what}: sizes", arriving, table[:, start:end].tolist(), hint)
         expect_all_to_all(f"{what}: sizes", traffic, 8 * count)
         rows = torch.stack([t[slice(*split(count, r, P))].sum() for t in table for r in range(P)])
@@ -179,11 +179,13 @@ def check_block(lab, world, seed):
         block = tiny(family, count, k, seed).model.layers[0].mlp
         x, dy = (drawn(seed + i, 1, sum(tokens), 16) for i in range(2))
         x.requires_grad_()
+        mine = slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
         with Float64():
             right = block(x)
+            _, weights, experts = block.gate(x[0])
+            plain = block.experts(x[0], experts, torch.ones_like(weights))[mine]
         names = ["x", *(name for name, _ in block.named_parameters())]
         wanted = dict(zip(names, gradients(right, dy, [x, *block.parameters()])))
-        mine = slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
         ours = lab.ExpertParallel(block, group)
         own = x[:, mine].detach().requires_grad_()
         what = f"{family}, {count} experts on {P} ranks with {tokens} tokens"
@@ -191,7 +193,8 @@ def check_block(lab, world, seed):
         with Float64():
             out = attempt(what, hint, ours, own)
         hint = "rows come rank by rank: by_expert() before the experts, its argsort() behind them"
-        same(f"{what}: the output", out.detach(), right[:, mine].detach(), None, hint)
+        hints = {"each row times the router's weights": plain[None].detach()}
+        same(f"{what}: the output", out.detach(), right[:, mine].detach(), hints, hint)
         parameters = {"x": own, **dict(ours.named_parameters())}
         grads = attempt(what, hint, gradients, out, dy[:, mine], [*parameters.values()])
         found = dict(zip(parameters, grads))
@@ -230,7 +233,8 @@ def check_bytes(lab, world, seed):
             hints |= {8 * count + 512 * sent: "on the way back a rank sends what it had received"}
             found = f"{what}: {mine[0]} message bytes, not {right[0]}"
             expect(mine[0] == right[0], found, hints.get(mine[0], ""))
-            hints = {right[0]: "what a rank keeps does not go over the wire"}
+            kept = "what a rank keeps does not go over the wire"
+            hints = {right[0]: kept, right[1] + 512 * stay: kept}
             found = f"{what}: {mine[1]} wire bytes, not {right[1]}"
             expect(mine[1] == right[1], found, hints.get(mine[1], "the sizes for itself stay, too"))
     return "2, 3 and 4 ranks, with and without a capacity: message bytes as counted, to the byte"
@@ -283,14 +287,15 @@ def check_gradients(lab, group, seed):
     lab.average_gradients([dense], [expert], tokens[rank], group, replicas)
     total = sum(tokens)
     right = sum(every[r][0] for r in everyone) / total
-    hints = {"the sum over all ranks": every[rank][0] / total, "divide": right * total}
-    same(
-        "a gradient that all ranks have", dense.grad, right, hints, "sum, then divide by all tokens"
-    )
+    hints = {"the sum over all ranks": every[rank][0] / total}
+    hints |= {"divide by the number of tokens": right * total}
+    own = right * total / max(1, tokens[rank])
+    hints |= {"divide by all ranks' tokens, not by this rank's": own}
+    same("a gradient that all ranks have", dense.grad, right, hints)
     right = sum(every[r][1] for r in same_experts)
     theirs = sum(tokens[r] for r in same_experts)
     hint = "divide by the tokens of all ranks: each replica has gradients from its whole group"
-    hints = {hint: right / theirs, f"{hint}; not by replicas": right / 2}
+    hints = {hint: right / theirs, f"{hint}. That is all": right / total / 2}
     mixed = sum(every[r][1] for r in everyone) / total
     hints |= {"other ranks have other experts: sum over the replicas alone": mixed}
     same("an expert's gradient", expert.grad, right / total, hints, hint)
@@ -309,20 +314,19 @@ def check_gradients(lab, group, seed):
 def check_capacity(lab, group, seed):
     for n, k, count, capacity in (9, 2, 4, 3), (6, 1, 5, 1), (0, 2, 3, 1), (4, 2, 3, 9):
         weights, experts = some_choices(seed, n, k, count)
-        before = experts.clone()
-        found = lab.drop(weights, experts, count, capacity)
+        before, hint = experts.clone(), "fewer tokens than that: all stay"
+        what = f"{n} tokens, {k} of {count} experts, capacity {capacity}: experts"
+        found = attempt(what, hint, lab.drop, weights, experts, count, capacity)
         kept = kept_choices(weights, experts, count, capacity)
         first = kept_choices(weights, experts, count, capacity, lambda weight, token: token)
-        what = f"{n} tokens, {k} of {count} experts, capacity {capacity}: experts"
         right, early = (
             experts.masked_fill(~torch.tensor(keep, dtype=torch.bool).view(n, k), count).tolist()
             for keep in (kept, first)
         )
         expect(torch.equal(experts, before), f"{what}: the input was overwritten")
         hint = f"of each expert's choices the {capacity} with the largest weights stay"
-        if found.tolist() == early:
-            hint = f"{hint}, not the first"
-        expect_list(what, found, right, hint)
+        hint += ", not the first" if found.tolist() == early else ""
+        expect_list(what, found, right, f"{hint}; the others get the number {count}")
     lost = check_dropped_model(lab, group, seed)
     return f"the heaviest stay; {lost} tokens come back as their residual alone, gradients exact"
 
