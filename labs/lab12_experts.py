@@ -194,8 +194,8 @@ def exchange_sizes(sizes, group):
 class AllToAll(torch.autograd.Function):
     """Rows to other ranks: x (sum(sends), h) -> (sum(receives), h).
 
-    The first sends[0] rows go to rank 0, the next sends[1] to rank 1, ...; receives[r] rows come
-    from rank r, and stand in the result in the order of the ranks. Any of these may be 0.
+    The first sends[0] rows go to rank 0, the next sends[1] to rank 1, ...; rank r sends receives[r]
+    rows here, and they stand in the result in the order of the ranks. Any of these may be 0.
     """
 
     @staticmethod
@@ -392,9 +392,9 @@ def train_step(model, blocks, ids, labels, coefficient, everyone, replicas):
     others = {id(p) for p in experts}
     dense = [p for p in model.parameters() if id(p) not in others]
     average_gradients(dense, experts, ids.numel(), everyone, replicas)
-    total = torch.stack([loss.detach(), loss.new_tensor(ids.numel()).detach()])
-    dist.all_reduce(total, group=everyone)
-    return total[0] / total[1]
+    sums = torch.tensor([loss.item(), ids.numel()], dtype=torch.float64)
+    dist.all_reduce(sums, group=everyone)
+    return sums[0] / sums[1]
 
 
 if __name__ == "__main__":  # the lab's checks and experiments, of labs/ and of my_labs/

@@ -31,6 +31,7 @@ def add_options(parser):
     parser.add_argument("--ranks", type=few, default=4, help="of the experiments, 2 to 4 (4)")
 
 
+# Copied from labs/experiments/lab9.py
 def few(text):
     """A number of ranks from 2 to 4, for argparse."""
     if positive(text) not in (2, 3, 4):
@@ -230,7 +231,7 @@ def experiment(lab, args):
 def draw(results, path):
     """Tokens on their way; bytes by k; the slowest rank by skew; what dropping costs."""
     mosaic = [["way", "way", "way"], ["bytes", "skew", "drop"]]
-    with picture(path, mosaic, (13, 10), height_ratios=[1.4, 1]) as axes:
+    with picture(path, mosaic, (12, 9), height_ratios=[1.4, 1]) as axes:
         draw_way(axes["way"], results["way"])
         rows, axis = results["bytes"], axes["bytes"]
         names = [str(row["k"]) for row in rows]
@@ -258,8 +259,8 @@ def draw(results, path):
         axis.plot([], [], "d--", color=GREEN, label="busiest rank (right)")
         right = axis.twinx()
         right.plot(names, [row["busiest"] for row in rows], "d--", color=GREEN)
-        right.set(ylim=(0, None), ylabel="rows, of an even share")
-        axis.set(xlabel="capacity, in even shares", ylabel="%", ylim=(0, None))
+        right.set(ylim=(0, 3.5), ylabel="rows, of an even share")
+        axis.set(xlabel="capacity, in even shares", ylabel="%", ylim=(0, 100))
         axis.set_title("What a capacity costs, at skew 1", loc="left")
         axis.legend(frameon=False)
 
