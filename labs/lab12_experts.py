@@ -31,14 +31,14 @@ What is summed over whom. Let R groups of P ranks each hold all experts once. Th
 over the tokens of all P R ranks. A parameter that every rank has (router, attention, ...) has a
 gradient from this rank's tokens: the sum is over all P R ranks. An expert's gradient has been
 collected by the all-to-all from the P ranks of its group already: what is left is a sum over its R
-replicas. Both are divided by the number of all tokens. Whoever averages over the ranks he sums over
-divides an expert's by R and not by P R, and gets it P times too large. The loss of that step is
-right, and AdamW hides the factor: see Megatron-LM's pull requests 5956 and 6450, PyTorch's issue
+replicas. Both are divided by the number of all tokens. An average over the replicas, as DDP takes
+it, divides an expert's by R instead of P R: it is P times too large. The loss of that step is
+right, and AdamW hides the factor. See Megatron-LM's pull requests 5956 and 6450, PyTorch's issue
 160285, megablocks' issue 86.
 
-Routers left alone prefer few experts, and the step waits for the rank that has them. Two remedies:
-a balance loss that rewards even use, and a capacity: what an expert cannot take is dropped, and the
-token's residual alone goes on.
+Without a remedy a router comes to prefer few experts, and every step waits for the rank that has
+them. Two remedies: a balance loss, which is smallest where all experts are used alike; and a
+capacity: what an expert cannot take is dropped, and the token goes on as its residual alone.
 
     python labs/lab12_experts.py                    # it starts its own ranks
     python labs/lab12_experts.py --ranks 3 --plot experts.png --json lab12.json
@@ -310,7 +310,7 @@ def message_bytes(choices, rank, h, itemsize):
     # end exercise
 
 
-# ---- The lesson 5: what the ranks owe each other -------------------------------------------------
+# ---- The lesson 5: sums over ranks ---------------------------------------------------------------
 
 
 def balance_losses(logits, k, group):
@@ -380,7 +380,7 @@ def train_step(model, blocks, ids, labels, coefficient, everyone, replicas):
     if len(ids):
         logits = model(input_ids=ids, use_cache=False).logits.flatten(0, 1)
         loss = F.cross_entropy(logits, labels.flatten(), reduction="sum")
-    else:  # attention refuses this; but the other ranks wait for all, twice in a block
+    else:  # attention refuses an empty batch, but each all-to-all is among all ranks
         x = blocks[0].router.new_zeros(1, 0, blocks[0].router.shape[1], requires_grad=True)
         for block in blocks:
             x = block(x)

@@ -284,7 +284,8 @@ def check_gradients(lab, group, seed):
     for parameter, grad in zip(parameters, every[rank]):
         parameter.grad = grad.clone()
     dense, expert = parameters
-    lab.average_gradients([dense], [expert], tokens[rank], group, replicas)
+    with Float64():
+        lab.average_gradients([dense], [expert], tokens[rank], group, replicas)
     total = sum(tokens)
     right = sum(every[r][0] for r in everyone) / total
     hints = {"the sum over all ranks": every[rank][0] / total}
