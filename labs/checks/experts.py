@@ -45,16 +45,16 @@ class Float64(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def tiny(family, experts, k, seed, width=12, dtype=torch.float64, **changes):
+def tiny(family, experts, k, seed, width=12, **changes):
     """Hugging Face's model with random weights, the same on every rank."""
     config, causal, count_name, width_name = FAMILIES[family]
     sizes = SIZES | {count_name: experts, width_name: width, "num_experts_per_tok": k} | changes
     torch.manual_seed(seed)
     model = causal(config(**sizes))
     model.set_experts_implementation("eager")  # the model's own lines, no kernel in their place
-    model = model.to(dtype).eval()
+    model = model.double().eval()
     for parameter in model.parameters():  # so that no norm is 1 and no two choices are alike
-        parameter.data += 0.2 * torch.randn(parameter.shape, dtype=dtype)
+        parameter.data += 0.2 * torch.randn(parameter.shape, dtype=torch.float64)
     return model
 
 

@@ -5,7 +5,7 @@ import pydoc_data.topics
 
 import torch
 import torch.distributed as dist
-from checks.experts import drawn, tiny
+from checks.experts import Float64, drawn, tiny
 from pictures import RANKS
 
 WAY = {"ranks": 3, "tokens": 4, "experts": 5, "k": 2}
@@ -64,7 +64,7 @@ def training_on_rank(group, lab, seed, coefficient, factor, steps=60):
     rank, world, experts = group.rank(), group.size(), 8
     text = "".join(pydoc_data.topics.topics.values()).encode("ascii", "replace")
     text = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-    model = tiny("Qwen3-MoE", experts, 2, seed, 48, torch.float32, vocab_size=128, hidden_size=32)
+    model = tiny("Qwen3-MoE", experts, 2, seed, width=48, vocab_size=128, hidden_size=32)
     own, replicas = lab.make_groups(world, world)
     blocks = lab.parallelize(model, own, factor)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, foreach=False)
@@ -73,10 +73,11 @@ def training_on_rank(group, lab, seed, coefficient, factor, steps=60):
         starts = torch.randint(len(text) - 65, (4 * world,), generator=numbers).tolist()
         mine = torch.stack([text[start : start + 65] for start in starts[4 * rank :][:4]])
         call = mine[:, :-1], mine[:, 1:], coefficient, group, replicas
-        loss = lab.train_step(model, blocks, *call)
+        with Float64():
+            loss = lab.train_step(model, blocks, *call)
+            if step >= steps - 10:
+                seen.append(count_step(lab, blocks, factor, loss, coefficient, group))
         optimizer.step()
-        if step >= steps - 10:
-            seen.append(count_step(lab, blocks, factor, loss, coefficient, group))
     return torch.stack(seen).mean(0).tolist()
 
 

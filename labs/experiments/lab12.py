@@ -4,6 +4,7 @@ Everything is counted, in bytes and rows; nothing is timed.
 """
 
 import argparse
+import math
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ PROOFS = [  # family, ranks, experts on so many of them, experts, sequences of e
     ("Qwen3-MoE", 4, 2, 5, [2, 0, 1, 3]),
     ("Mixtral", 4, 4, 3, [1, 2, 1, 1]),
 ]
-EXPERTS, TOKENS, HIDDEN, WIDTH, ITEM = 8, 64, 32, 48, 8
+EXPERTS, TOKENS, MANY, HIDDEN, WIDTH, ITEM = 8, 64, 256, 32, 48, 8
 MOST = (1, 2, 4, 8)  # experts a token
 SKEWS = (0.0, 0.5, 1.0, 2.0, 4.0)
 FACTORS = (0.5, 1.0, 1.25, 1.5, 2.0, None)
@@ -79,33 +80,39 @@ def wire(traffic, world):
     return sum(sent for _, sent in traffic.ops.values()) * (world - 1) // world
 
 
+def a_block(k, seed):
+    """Hugging Face's block of Qwen3-MoE, the same on every rank."""
+    sizes = {"width": WIDTH, "hidden_size": HIDDEN}
+    return tiny("Qwen3-MoE", EXPERTS, k, seed, **sizes).model.layers[0].mlp
+
+
 def bytes_on_rank(group, lab, seed):
     """[a dict for each of MOST]: what both ways send on this rank, counted and by the formula."""
-    rank, world, found = group.rank(), group.size(), []
-    for k in MOST:
-        sizes = {"width": WIDTH, "hidden_size": HIDDEN}
-        block = tiny("Qwen3-MoE", EXPERTS, k, seed, **sizes).model.layers[0].mlp
-        tokens = drawn(seed, world, TOKENS, HIDDEN)
-        with Float64():
-            right = block(tokens)[rank]
-        x = tokens[rank].requires_grad_()
-        ours = lab.ExpertParallel(block, group)
-        with Traffic() as experts:
-            y = ours(x[None])[0]
-            y.sum().backward()
-        with Traffic() as tensors:
-            z = tensor_parallel(lab, block, x, group)
-            z.sum().backward()
-        choices = [None] * world
-        sizes = lab.sort_choices(lab.route(ours.logits, k, False)[1], EXPERTS)[1]
-        dist.all_gather_object(choices, sizes, group=group)
-        formula, away = lab.message_bytes(torch.stack(choices), rank, HIDDEN, ITEM)
-        row = {"k": k, "message": experts.bytes("all_to_all"), "formula": formula, "wire": away}
-        row |= {"tp_message": sum(sent for _, sent in tensors.ops.values())}
-        row["tp_wire"] = wire(tensors, world)
-        row["off_by"] = max(((out - right).norm() / right.norm()).item() for out in (y, z))
-        found.append(row)
-    return found
+    blocks = [a_block(k, seed) for k in MOST]
+    with Float64():
+        return [bytes_of(lab, block, seed, group) for block in blocks]
+
+
+def bytes_of(lab, block, seed, group):
+    rank, world, k = group.rank(), group.size(), block.gate.top_k
+    tokens = drawn(seed, world, TOKENS, HIDDEN)
+    x, right = tokens[rank].requires_grad_(), block(tokens)[rank]
+    ours = lab.ExpertParallel(block, group)
+    with Traffic() as experts:
+        y = ours(x[None])[0]
+        y.sum().backward()
+    with Traffic() as tensors:
+        z = tensor_parallel(lab, block, x, group)
+        z.sum().backward()
+    choices = [None] * world
+    sizes = lab.sort_choices(lab.route(ours.logits, k, False)[1], EXPERTS)[1]
+    dist.all_gather_object(choices, sizes, group=group)
+    formula, away = lab.message_bytes(torch.stack(choices), rank, HIDDEN, ITEM)
+    row = {"k": k, "message": experts.bytes("all_to_all"), "formula": formula, "wire": away}
+    row |= {"tp_message": sum(sent for _, sent in tensors.ops.values())}
+    row["tp_wire"] = wire(tensors, world)
+    row["off_by"] = max(((out - right).norm() / right.norm()).item() for out in (y, z))
+    return row
 
 
 def compare_bytes(lab, args):
@@ -133,36 +140,33 @@ def compare_bytes(lab, args):
 # ---- The slowest rank; what dropping costs -------------------------------------------------------
 
 
+def rows_here(lab, experts, group):
+    """How many rows come to this rank, whose tokens choose experts (n, k)."""
+    return int(lab.exchange_sizes(lab.sort_choices(experts, EXPERTS)[1], group).sum())
+
+
 def skewed_on_rank(group, lab, seed):
-    """Rows of this rank and balance losses by SKEWS, then what is dropped by FACTORS."""
-    world, k, found = group.size(), 2, {"skews": [], "factors": []}
-    noise = drawn(seed + group.rank(), 256, EXPERTS)
-    x = drawn(seed + 10 + group.rank(), 256, HIDDEN)
+    """By SKEWS: rows of this rank, balance loss; by FACTORS: rows, what is dropped and changes."""
+    noise = drawn(seed + group.rank(), MANY, EXPERTS)
+    x = drawn(seed + 10 + group.rank(), MANY, HIDDEN)
     liked = torch.linspace(1, -1, EXPERTS, dtype=torch.float64)
-    sizes = {"width": WIDTH, "hidden_size": HIDDEN}
-    block = tiny("Qwen3-MoE", EXPERTS, k, seed, **sizes).model.layers[0].mlp
-    ours = lab.ExpertParallel(block, group)
-
-    def rows_here(experts):
-        return int(lab.exchange_sizes(lab.sort_choices(experts, EXPERTS)[1], group).sum())
-
-    for skew in SKEWS:
-        logits = noise + skew * liked
-        _, experts = lab.route(logits, k, False)
-        total = lab.balance_losses([logits], k, group)
-        dist.all_reduce(total, group=group)
-        loss = total.item() / (256 * world)
-        found["skews"].append({"rows": rows_here(experts), "balance": loss})
-    weights, experts = lab.route(noise + liked, k, False)
-    with torch.no_grad():
+    found, block = {"skews": [], "factors": []}, a_block(2, seed)
+    with Float64(), torch.no_grad():
+        for skew in SKEWS:
+            logits = noise + skew * liked
+            total = lab.balance_losses([logits], 2, group)
+            dist.all_reduce(total, group=group)
+            rows = rows_here(lab, lab.route(logits, 2, False)[1], group)
+            found["skews"].append([rows, total.item() / (MANY * group.size())])
+        weights, experts = lab.route(noise + liked, 2, False)
+        ours = lab.ExpertParallel(block, group)
         whole = ours.mix(x, weights, experts)
         for factor in FACTORS:
-            capacity = 256 * k if factor is None else int(-(-256 * k * factor // EXPERTS))
+            capacity = math.ceil((factor or EXPERTS) * 2 * MANY / EXPERTS)
             kept = lab.drop(weights, experts, EXPERTS, capacity)
-            lost = kept == EXPERTS
-            y = ours.mix(x, weights, kept)
-            counts = [rows_here(kept), int(lost.sum()), int(lost.all(1).sum())]
-            squares = [(y - whole).square().sum().item(), whole.square().sum().item()]
+            lost, change = kept == EXPERTS, ours.mix(x, weights, kept) - whole
+            counts = [rows_here(lab, kept, group), int(lost.sum()), int(lost.all(1).sum())]
+            squares = [change.square().sum().item(), whole.square().sum().item()]
             found["factors"].append([*counts, *squares])
     return found
 
@@ -171,10 +175,10 @@ def slowest(lab, args):
     """The slowest rank's share by skew, and by capacity: {"skews": rows, "factors": rows}."""
     world = args.ranks
     ranks = on_ranks(world, skewed_on_rank, lab, args.seed)
-    choices, skews, factors = 512 * world, [], []
+    choices, skews, factors = 2 * MANY * world, [], []
     for skew, each in zip(SKEWS, zip(*(found["skews"] for found in ranks))):
-        most = max(one["rows"] for one in each)
-        row = {"skew": skew, "balance": each[0]["balance"], "busiest": most * world / choices}
+        most = max(rows for rows, _ in each)
+        row = {"skew": skew, "balance": each[0][1], "busiest": most * world / choices}
         skews.append(row)
     for factor, each in zip(FACTORS, zip(*(found["factors"] for found in ranks))):
         _, lost, alone, apart, whole = (sum(column) for column in zip(*each))
