@@ -102,7 +102,7 @@ def count_step(lab, blocks, factor, loss, coefficient, group):
 
 
 def way_on_rank(group, lab, seed):
-    """What this rank's tokens do: {"experts" (n, k), "order", "sends", "places"} as lists."""
+    """This rank's tokens: {"experts" (n, k), "order", "sends", "places", "own"} as lists."""
     logits = drawn(seed + group.rank(), WAY["tokens"], WAY["experts"])
     _, experts = lab.route(logits, WAY["k"], True)
     order, sizes = lab.sort_choices(experts, WAY["experts"])
@@ -110,7 +110,7 @@ def way_on_rank(group, lab, seed):
     held = lab.shares(WAY["experts"], group.size())
     sends = [int(part.sum()) for part in sizes.split(held)]
     found = {"experts": experts.tolist(), "order": order.tolist(), "sends": sends}
-    return found | {"places": lab.by_expert(arriving).tolist()}
+    return found | {"places": lab.by_expert(arriving).tolist(), "own": held[group.rank()]}
 
 
 def stations(way):
@@ -152,10 +152,11 @@ def draw_way(axis, way):
             axis.text(x, y, name, ha="center", va="center", fontsize=7, bbox=box)
     steps = "tokens", "sorted by expert", "arrived: all-to-all", "sorted by expert again"
     axis.set_xticks(range(4), steps)
+    names = iter("ABCDE")
     for rank, rows in enumerate(columns[3]):
-        names = sorted({"ABCDE"[way[r]["experts"][c // WAY["k"]][c % WAY["k"]]] for r, c in rows})
+        own = ", ".join(next(names) for _ in range(way[rank]["own"]))
         middle = sum(heights[3][row] for row in rows) / max(1, len(rows))
-        axis.text(3.15, middle, f"rank {rank}: {', '.join(names)}", color=RANKS[rank], va="center")
+        axis.text(3.15, middle, f"rank {rank}: {own}", color=RANKS[rank], va="center")
     axis.set(yticks=[], xlim=(-0.2, 3.8))
     axis.spines[["left", "bottom"]].set_visible(False)
     axis.set_title(
