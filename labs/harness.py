@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 LABS = Path(__file__).resolve().parent
 PRELOADED = ["torch.distributed", "torch._dynamo"]  # the first dispatch mode imports _dynamo: 1 s
-LLAMA = "transformers.models.llama.modeling_llama"  # preloaded too where a lab has imported it
+MODEL = "transformers.models."  # what a lab has imported of these is preloaded too
 
 
 class Wrong(Exception):
@@ -154,7 +154,8 @@ def on_ranks(world, function, *args, timeout=60):
     task leaves behind (a thread, DTensor's caches) reaches no other task.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED + [LLAMA] * (LLAMA in sys.modules))
+    models = [name for name in sys.modules if name.startswith(MODEL) and ".modeling_" in name]
+    context.set_forkserver_preload(PRELOADED + models)
     args = [Path(arg.__file__) if isinstance(arg, ModuleType) else arg for arg in args]
     processes, pipes = [], []
     with tempfile.TemporaryDirectory() as folder:

@@ -103,6 +103,7 @@ BAD = [
     ("lab7", "--length 3", "argument --length: 3 tokens are too few for 4 ranks; 4 would do"),
     ("lab8", "--tp 3", "argument --tp: 8 heads with 2 KV heads cannot be split over 3 ranks;"),
     ("lab9", "--ranks 9", "argument --ranks: 9 ranks: 2, 3 or 4 would do"),
+    ("lab12", "--ranks 5", "argument --ranks: 5 ranks: 2, 3 or 4 would do"),
 ]
 
 
@@ -142,6 +143,7 @@ OTHERWISE = {  # how the experiments are run with other right answers
     "lab5": ["--model", "phi3"],
     "lab8": ["--pp", "4", "--dp", "2", "--tp", "1"],
     "lab9": ["--ranks", "2"],
+    "lab12": ["--ranks", "2"],
 }
 
 

@@ -1,0 +1,226 @@
+"""Small mixtures of experts of Hugging Face's, in float64, on one device: for lab 12."""
+
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness import Wrong, expect, expect_close
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+EXACT = 1e-10
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 31}
+SIZES |= {"num_key_value_heads": 2, "head_dim": 4, "pad_token_id": None, "sliding_window": None}
+FAMILIES = {  # the classes, and what they call the number of experts and the width of one
+    "Qwen3-MoE": (Qwen3MoeConfig, Qwen3MoeForCausalLM, "num_experts", "moe_intermediate_size"),
+    "Mixtral": (MixtralConfig, MixtralForCausalLM, "num_local_experts", "intermediate_size"),
+}
+
+
+class Float64(TorchFunctionMode):
+    """Inside, what asks for float32 gets float64: for the proof only.
+
+    Hugging Face computes norms, the router's softmax and its balance loss in float32, whatever the
+    model's dtype. That would be off by 1e-7 on either side, and in another way on each. Whole
+    numbers divided give float64, too.
+    """
+
+    def __enter__(self):
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *problem):
+        torch.set_default_dtype(torch.float32)
+        return super().__exit__(*problem)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        args = [torch.float64 if arg is torch.float32 else arg for arg in args]
+        kwargs = kwargs or {}
+        if kwargs.get("dtype") is torch.float32:
+            kwargs = kwargs | {"dtype": torch.float64}
+        return func(*args, **kwargs)
+
+
+def tiny(family, experts, k, seed, width=12, **changes):
+    """Hugging Face's model with random weights, the same on every rank."""
+    config, causal, count_name, width_name = FAMILIES[family]
+    sizes = SIZES | {count_name: experts, width_name: width, "num_experts_per_tok": k} | changes
+    torch.manual_seed(seed)
+    model = causal(config(**sizes))
+    model.set_experts_implementation("eager")  # the model's own lines, no kernel in their place
+    model = model.double().eval()
+    for parameter in model.parameters():  # so that no norm is 1 and no two choices are alike
+        parameter.data += 0.2 * torch.randn(parameter.shape, dtype=torch.float64)
+    return model
+
+
+def drawn(seed, *shape):
+    """Random numbers, the same on every rank."""
+    numbers = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=numbers, dtype=torch.float64)
+
+
+def one_device(model, ids, labels, coefficient):
+    """(loss, {name: gradient}) of the untouched model on all ranks' sequences ids (b, s)."""
+    with Float64():
+        out = model(input_ids=ids, use_cache=False, output_router_logits=True)
+        loss = F.cross_entropy(out.logits.flatten(0, 1), labels.flatten())
+        loss = loss + coefficient * out.aux_loss
+    loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    return loss.detach(), grads
+
+
+def own_share(name, right, blocks, held):
+    """One device's gradient, of it the rows of this rank's experts; the name in our model."""
+    ours = name.replace("gate.weight", "router")
+    ours = ours.replace("experts.gate_up_proj", "gate_up").replace("experts.down_proj", "down")
+    return ours, right[held] if ours.endswith(("gate_up", "down")) else right
+
+
+def model_errors(lab, case, rank, world, parallel):
+    """Relative errors of a train_step on this rank, {"loss", each parameter's name: error}.
+
+    case: family, experts, k, seed, and rows: how many sequences of `length` tokens each rank has.
+    """
+    total = sum(case.rows)
+    numbers = torch.Generator().manual_seed(case.seed + 1)
+    shape = total, case.length
+    ids, labels = (torch.randint(31, shape, generator=numbers) for _ in range(2))
+    model = tiny(case.family, case.experts, case.k, case.seed)
+    loss, right = one_device(model, ids, labels, case.coefficient)
+    group, replicas = lab.make_groups(world, parallel)
+    blocks = lab.parallelize(model, group)
+    mine = slice(sum(case.rows[:rank]), sum(case.rows[: rank + 1]))
+    call = model, blocks, ids[mine], labels[mine], case.coefficient, dist.group.WORLD, replicas
+    with Float64():
+        found = lab.train_step(*call)
+    held = slice(*lab.split(case.experts, group.rank(), group.size()))
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    norm = torch.stack([grad.norm() for grad in right.values()]).norm()
+    errors = {"loss": abs(found - loss).item() / loss.item()}
+    for name, grad in right.items():
+        ours, grad = own_share(name, grad, blocks, held)
+        # what is zero by construction is held against a thousandth of all gradients' norm
+        error = (grads[ours] - grad).norm() / torch.maximum(grad.norm(), norm / 1000)
+        errors[ours] = error.item()
+    return errors
+
+
+def a_case(family, experts, k, seed, rows, length=5, coefficient=0.1):
+    """What model_errors() runs."""
+    sizes = {"family": family, "experts": experts, "k": k, "seed": seed, "rows": rows}
+    return SimpleNamespace(**sizes, length=length, coefficient=coefficient)
+
+
+def same(what, mine, right, hints=None, otherwise=""):
+    """expect_close() of EXACT, with a hint too where the tensor is none of the known wrong ones."""
+    try:
+        return expect_close(what, mine, right, EXACT, hints)
+    except Wrong as wrong:
+        raise Wrong(wrong.found, wrong.hint or otherwise) from None
+
+
+def gradients(y, dy, inputs):
+    """Those of the sum of y dy; zeros where y does not depend on an input."""
+    return torch.autograd.grad(y, inputs, dy, allow_unused=True, materialize_grads=True)
+
+
+def subgroups():
+    """Groups of 2, 3 and 4 of four ranks; where this rank is in none, its size is -1."""
+    return [dist.new_group(ranks) for ranks in ([1, 3], [0, 2, 3], [0, 1, 2, 3])]
+
+
+def members(groups):
+    """(group, rank, size) of the groups that this rank is in."""
+    inside = [group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER]
+    return [(group, group.rank(), group.size()) for group in inside]
+
+
+def check_rows(lab, what, seed, weights, order):
+    """TakeRows and WeightedSum against products with matrices of ones and zeros."""
+    (n, k), rows = weights.shape, len(order)
+    x, y = drawn(seed + 3, n, 4).requires_grad_(), drawn(seed + 4, rows, 4).requires_grad_()
+    weights = weights.clone().requires_grad_()
+    tokens = torch.zeros(rows, n, dtype=x.dtype)
+    tokens[range(rows), order // k] = 1
+    choices = torch.zeros(rows, n * k, dtype=x.dtype)
+    choices[range(rows), order] = 1
+    mine, dy = lab.TakeRows.apply(x, order // k), drawn(seed + 5, rows, 4)
+    same(f"{what}: TakeRows", mine, tokens @ x)
+    [dx] = gradients(mine, dy, x)
+    last = torch.zeros_like(dx)
+    last[order // k] = dy
+    hints = {"a row that was taken k times has k gradients: add them (index_add)": last}
+    same(f"{what}: TakeRows' gradient", dx, tokens.T @ dy, hints)
+    mine, dy = lab.WeightedSum.apply(y, weights, order), drawn(seed + 6, n, 4)
+    right = tokens.T @ (y * (choices @ weights.flatten())[:, None])
+    hints = {"times the weight of the choice that the row is for": tokens.T @ y}
+    hint = "order[i] // k is row i's token, weights.flatten()[order[i]] its weight"
+    same(f"{what}: WeightedSum", mine, right, hints, hint)
+    names = "y", "weights"
+    found, wanted = (gradients(out, dy, (y, weights)) for out in (mine, right))
+    hints = {"dy: of the weighted sum, so times the weight": tokens @ dy}
+    for name, a, b in zip(names, found, wanted):
+        hint = "a weight's gradient: the product of its row with its token's, summed"
+        same(f"{what}: WeightedSum's gradient of {name}", a, b, hints, hint)
+
+
+class Dropping(nn.Module):
+    """Hugging Face's block, where the weights of dropped choices are 0."""
+
+    def __init__(self, block, factor):
+        super().__init__()
+        self.block, self.factor, self.lost = block, factor, None
+
+    def forward(self, x):
+        flat = x.flatten(0, 1)
+        _, weights, experts = self.block.gate(flat)
+        count = len(self.block.gate.weight)
+        capacity = -(-experts.numel() * self.factor // count)
+        kept = torch.tensor(kept_choices(weights, experts, count, int(capacity)))
+        self.lost = ~kept.any(1)
+        return self.block.experts(flat, experts, weights * kept).view_as(x)
+
+
+def kept_choices(weights, experts, count, capacity, key=lambda weight, token: -weight):
+    """[[whether a choice is kept]], by going through each expert's choices."""
+    kept = [[False] * experts.shape[1] for _ in experts]
+    for expert in range(count):
+        mine = (experts == expert).nonzero().tolist()  # [token, place]
+        mine.sort(key=lambda at: key(weights[at[0], at[1]].item(), at[0]))
+        for t, j in mine[:capacity]:
+            kept[t][j] = True
+    return kept
+
+
+def check_dropped_model(lab, group, seed):
+    """A whole model with a capacity on two ranks; returns how many tokens lose all choices."""
+    ids = torch.randint(31, (2, 2, 6), generator=torch.Generator().manual_seed(seed))[group.rank()]
+    dy, right = drawn(seed, 2, 6, 31), tiny("Qwen3-MoE", 5, 1, seed)
+    for layer in right.model.layers:
+        layer.mlp = Dropping(layer.mlp, 0.5)
+    ours = tiny("Qwen3-MoE", 5, 1, seed)
+    blocks = lab.parallelize(ours, group, 0.5)
+    with Float64():
+        logits, mine = (model(input_ids=ids, use_cache=False).logits for model in (right, ours))
+    what = "a model with capacity 0.5"
+    hint = "a token that loses its choices gets 0 from the block: the layer adds its input to that"
+    same(f"{what}: logits", mine.detach(), logits.detach(), None, hint)
+    logits.backward(dy)
+    mine.backward(dy)
+    grads = {name: p.grad for name, p in ours.named_parameters()}
+    norm = torch.stack([p.grad.norm() for p in right.parameters()]).norm()
+    for name, p in right.named_parameters():
+        if "experts" in name:  # they have the gradients of both ranks
+            dist.all_reduce(p.grad, group=group)
+        held = slice(*lab.split(5, group.rank(), 2))
+        name, grad = own_share(name.replace("block.", ""), p.grad, blocks, held)
+        error = (grads[name] - grad).norm() / torch.maximum(grad.norm(), norm / 1000)
+        expect(error <= EXACT, f"{what}: the gradient of {name} is off by {error:.1e}")
+    return sum(int(layer.mlp.lost.sum()) for layer in right.model.layers)

@@ -1,0 +1,385 @@
+"""Lab 12's checks, each of which runs on every rank, and the bugs that they have to catch.
+
+In float64, so that nothing but a mistake is off by more than EXACT: Hugging Face's own router,
+experts, block, balance loss and whole models, untouched, against what the learner builds.
+"""
+
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from checks.experts import (
+    EXACT,
+    Float64,
+    a_case,
+    check_dropped_model,
+    check_rows,
+    drawn,
+    gradients,
+    kept_choices,
+    members,
+    model_errors,
+    own_share,
+    same,
+    subgroups,
+    tiny,
+)
+from checks.zero import attempt
+from harness import LABS, Traffic, expect, load
+from torch import nn
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+finished = load(LABS / "lab12_experts.py")  # not the learner's
+split = finished.split
+
+
+def expect_list(what, mine, right, hint):
+    """Raise Wrong unless mine is a tensor of the whole numbers of a list."""
+    is_tensor = isinstance(mine, torch.Tensor)
+    expect(is_tensor, f"{what} is {type(mine).__name__}, not a tensor")
+    expect(mine.tolist() == right, f"{what} is {mine.tolist()}, not {right}", hint)
+
+
+def some_choices(seed, n, k, count):
+    """(weights (n, k), experts (n, k)): random, no expert twice for a token."""
+    scores, experts = drawn(seed, n, count).softmax(1).topk(k, 1)
+    return scores, experts
+
+
+def check_routing(lab, group, seed):
+    kinds = ("Qwen3-MoE", False, 1), ("Qwen3-MoE", False, 3), ("Qwen3-MoE", True, 2)
+    for family, renormalise, k in (*kinds, ("Mixtral", True, 3)):
+        more = {"norm_topk_prob": renormalise} if family == "Qwen3-MoE" else {}
+        gate = tiny(family, 7, k, seed, **more).model.layers[0].mlp.gate
+        x, dy = drawn(seed, 9, 16).requires_grad_(), drawn(seed + 1, 9, k)
+        with Float64():
+            logits, right, chosen = gate(x)
+            found = lab.route(F.linear(x, gate.weight), k, renormalise)
+        both = isinstance(found, tuple) and len(found) == 2
+        expect(both, "route() does not return a pair", "(weights, experts)")
+        weights, experts = found
+        what = f"{family}, {k} of 7 experts, renormalise={renormalise}"
+        hint = "the k largest, the largest first: topk(k, -1) gives values and indices"
+        expect_list(f"{what}: experts", experts, chosen.tolist(), hint)
+        plain = logits.softmax(-1).topk(k, -1).values
+        hints = {"the probabilities are softmax's over all E experts": logits.topk(k, -1).values}
+        if renormalise:
+            hints["renormalise: divide a token's weights by their sum"] = plain
+        else:
+            shared = "softmax over all E experts, and the k largest as they are: no sum of 1"
+            hints[shared] = plain / plain.sum(-1, keepdim=True)
+        same(f"{what}: weights", weights, right, hints)
+        hint = "the router learns through the weights: no detach()"
+        expect(weights.requires_grad, f"{what}: the weights have no gradient", hint)
+        [mine], [right] = gradients(weights, dy, x), gradients(right, dy, x)
+        same(f"{what}: the gradient", mine, right, None, hint)
+    return "Hugging Face's own routers, Mixtral's and Qwen3-MoE's: choices, weights, gradients"
+
+
+def check_permutation(lab, group, seed):
+    for n, k, count in (7, 2, 5), (1, 3, 4), (0, 2, 3), (6, 1, 9):
+        weights, experts = some_choices(seed + n, n, k, count)
+        dropped = drawn(seed + 2, n, k) > 0.8
+        experts = experts.masked_fill(dropped, count)
+        flat = experts.flatten().tolist()
+        right = [c for _, c in sorted((e, c) for c, e in enumerate(flat) if e < count)]
+        what = f"{n} tokens, {k} of {count} experts, {sum(e == count for e in flat)} dropped"
+        order, sizes = lab.sort_choices(experts, count)
+        hint = "one for each expert, 0 where it has none; dropped choices are not counted"
+        expect_list(f"{what}: sizes", sizes, [flat.count(e) for e in range(count)], hint)
+        hint = "choices' numbers, sorted by expert (stable: tokens in order), without dropped ones"
+        expect_list(f"{what}: order", order, right, hint)
+        check_rows(lab, what, seed, weights, torch.tensor(right, dtype=torch.long))
+    return "stable, with empty experts, dropped choices and no tokens: rows, sums, gradients exact"
+
+
+def check_all_to_all(lab, world, seed):
+    for group, rank, P in members(subgroups()):
+        count, numbers = 5 if P < 4 else 3, torch.Generator().manual_seed(seed + P)
+        table = torch.randint(4, (P, count), generator=numbers)  # rows of each rank for each expert
+        table[1] = 0  # a rank without tokens
+        start, end = split(count, rank, P)
+        with Traffic() as traffic:
+            hint = "an all-to-all of the sizes: rank r gets those of its experts, from every rank"
+            what, call = f"{P} ranks, {count} experts", (table[rank].clone(), group)
+            arriving = attempt(f"{what}: exchange_sizes()", hint, lab.exchange_sizes, *call)
+        expect_list(f"{what}: sizes", arriving, table[:, start:end].tolist(), hint)
+        expect_all_to_all(f"{what}: sizes", traffic, 8 * count)
+        rows = torch.stack([t[slice(*split(count, r, P))].sum() for t in table for r in range(P)])
+        rows = rows.view(P, P)  # (from, to)
+        xs = [drawn(seed + r, int(rows[r].sum()), 3) for r in range(P)]
+        dys = [drawn(seed + P + r, int(rows[:, r].sum()), 3) for r in range(P)]
+        cut = [x.split(own.tolist()) for x, own in zip(xs, rows)]
+        back = [dy.split(own.tolist()) for dy, own in zip(dys, rows.T)]
+        x, sends, receives = xs[rank].requires_grad_(), rows[rank].tolist(), rows[:, rank].tolist()
+        with Traffic() as traffic:
+            call = lab.AllToAll.apply, x, sends, receives, group
+            mine = attempt(f"{what}: AllToAll", "output sizes: receives; input: sends", *call)
+        right = torch.cat([parts[rank] for parts in cut])
+        same(f"{what}: rows", mine.detach(), right.detach())
+        expect_all_to_all(f"{what}: rows", traffic, x.nbytes)
+        hint = "a gradient goes back where its row came from: the sizes are swapped"
+        [dx] = attempt(f"{what}: the backward", hint, gradients, mine, dys[rank], x)
+        same(f"{what}: the gradient", dx, torch.cat([parts[rank] for parts in back]), None, hint)
+    return "2, 3 and 4 ranks, uneven, none, a rank without experts: sizes, rows, gradients exact"
+
+
+def expect_all_to_all(what, traffic, right):
+    """Raise Wrong unless one all-to-all of so many bytes is all there was."""
+    others = ", ".join(op for op in traffic.ops if op != "all_to_all")
+    expect(not others, f"{what}: calls {others}", "dist.all_to_all_single sends each its rows")
+    calls, sent = traffic.ops.get("all_to_all", [0, 0])
+    expect((calls, sent) == (1, right), f"{what}: {calls} calls, {sent} bytes, not 1 and {right}")
+
+
+def check_experts(lab, group, seed):
+    for ranks, own, most in (3, 4, 4), (2, 1, 3), (2, 3, 1), (3, 0, 1):
+        numbers = torch.Generator().manual_seed(seed)
+        arriving = torch.randint(most, (ranks, own), generator=numbers)
+        arriving[:, 1:2] = 0  # an expert without rows
+        lie = [e for row in arriving.tolist() for e, size in enumerate(row) for _ in range(size)]
+        right = sorted(range(len(lie)), key=lie.__getitem__)
+        what = f"{len(lie)} rows of {ranks} ranks for {own} experts"
+        hint = "they lie rank by rank, a rank's by expert: which expert is each for? Then argsort"
+        expect_list(f"{what}: by_expert()", lab.by_expert(arriving), right, hint)
+        module = tiny("Qwen3-MoE", max(own, 1), 1, seed).model.layers[0].mlp.experts
+        weights = [w[:own].detach().requires_grad_() for w in module.parameters()]
+        rows = drawn(seed, len(lie), 16).requires_grad_()
+        inputs, dy = [*weights, rows], drawn(seed + 1, len(lie), 16)
+        mine = lab.run_experts(rows, arriving.sum(0), *weights)
+        index = torch.tensor(sorted(lie), dtype=torch.long)[:, None]
+        ones = torch.ones_like(index, dtype=rows.dtype)
+        with Float64():
+            out = module(rows, index, ones) + 0 * rows
+            wanted = gradients(out, dy, [*module.parameters(), rows])
+            halves = module.gate_up_proj.data.chunk(2, 1)
+            module.gate_up_proj.data = torch.cat(halves[::-1], 1)
+            swapped = module(rows, index, ones)
+        hints = {"gate_up has gate's rows above up's": swapped.detach()}
+        same(f"{what}: the outputs", mine.detach(), out.detach(), hints)
+        hint = "also no rows belong to the graph, or the backward's all-to-alls wait for this rank"
+        expect(mine.requires_grad, f"{what}: the output has no gradient", hint)
+        for name, a, b in zip(("gate_up", "down", "rows"), gradients(mine, dy, inputs), wanted):
+            same(f"{what}: the gradient of {name}", a, b if name == "rows" else b[:own])
+    return "Hugging Face's own experts, some without rows, a rank without experts: gradients exact"
+
+
+BLOCKS = [  # family, experts, k, tokens of each rank: of 2, 3, 4 ranks
+    ("Qwen3-MoE", 5, 2, [3, 5]),
+    ("Qwen3-MoE", 8, 1, [4, 0, 2]),  # two experts at least have no tokens
+    ("Mixtral", 3, 2, [1, 6, 0, 3]),  # and rank 3 no expert
+]
+
+
+def check_block(lab, world, seed):
+    groups, worst = subgroups(), 0
+    for group, rank, P in members(groups):
+        family, count, k, tokens = BLOCKS[P - 2]
+        block = tiny(family, count, k, seed).model.layers[0].mlp
+        x, dy = (drawn(seed + i, 1, sum(tokens), 16) for i in range(2))
+        x.requires_grad_()
+        mine = slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
+        with Float64():
+            right = block(x)
+            _, weights, experts = block.gate(x[0])
+            plain = block.experts(x[0], experts, torch.ones_like(weights))[mine]
+        names = ["x", *(name for name, _ in block.named_parameters())]
+        wanted = dict(zip(names, gradients(right, dy, [x, *block.parameters()])))
+        ours = lab.ExpertParallel(block, group)
+        own = x[:, mine].detach().requires_grad_()
+        what = f"{family}, {count} experts on {P} ranks with {tokens} tokens"
+        hint = "on the way back sends and receives change places"
+        with Float64():
+            out = attempt(what, hint, ours, own)
+        hint = "rows come rank by rank: by_expert() before the experts, its argsort() behind them"
+        hints = {"each row times the router's weights": plain[None].detach()}
+        same(f"{what}: the output", out.detach(), right[:, mine].detach(), hints, hint)
+        parameters = {"x": own, **dict(ours.named_parameters())}
+        grads = attempt(what, hint, gradients, out, dy[:, mine], [*parameters.values()])
+        found = dict(zip(parameters, grads))
+        dist.all_reduce(found["router"], group=group)
+        held = slice(*split(count, rank, P))
+        for name, grad in wanted.items():
+            name, grad = own_share(name, grad, ours, held)
+            grad = grad[:, mine] if name == "x" else grad
+            worst = max(worst, same(f"{what}: the gradient of {name}", found[name], grad))
+    return f"2, 3 and 4 ranks against Hugging Face's block: output, gradients off by {worst:.0e}"
+
+
+def check_bytes(lab, world, seed):
+    for group, rank, P in members(subgroups()):
+        for tokens, count, k in ([5, 3, 0, 4], 5, 2), ([9, 2, 6, 1], 6, 3), ([4, 4, 4, 4], 3, 1):
+            routed = [some_choices(seed + r, n, k, count) for r, n in enumerate(tokens[:P])]
+            routed[0][1][:2] = count  # dropped
+            flat = [experts.flatten() for _, experts in routed]
+            choices = torch.stack([e.bincount(minlength=count)[:count] for e in flat])
+            block = tiny("Mixtral", count, k, seed).model.layers[0].mlp
+            x = drawn(seed + rank, tokens[rank], 16).requires_grad_()
+            with Traffic() as traffic:
+                finished.ExpertParallel(block, group).mix(x, *routed[rank]).sum().backward()
+            what = f"rank {rank} of {P} with choices {choices.tolist()}"
+            mine = lab.message_bytes(choices, rank, 16, 8)
+            pair = isinstance(mine, tuple) and len(mine) == 2
+            expect(pair, f"message_bytes() returns {mine}", "(message, wire)")
+            held = slice(*split(count, rank, P))
+            stay = int(choices[rank, held].sum())
+            sent, received = int(choices[rank].sum()), int(choices[:, held].sum())
+            away = sent + received - 2 * stay
+            right = traffic.bytes("all_to_all"), 8 * (count - held.stop + held.start) + 256 * away
+            forward = 8 * count + 128 * (sent + received)
+            hints = {forward: "the backward sends each row's gradient, both ways, too"}
+            hints |= {right[0] - 8 * count: "the sizes are sent, too: int64, 8 bytes an expert"}
+            hints |= {8 * count + 512 * sent: "on the way back a rank sends what it had received"}
+            found = f"{what}: {mine[0]} message bytes, not {right[0]}"
+            expect(mine[0] == right[0], found, hints.get(mine[0], ""))
+            kept = "what a rank keeps does not go over the wire"
+            hints = {right[0]: kept, right[1] + 512 * stay: kept}
+            found = f"{what}: {mine[1]} wire bytes, not {right[1]}"
+            expect(mine[1] == right[1], found, hints.get(mine[1], "the sizes for itself stay, too"))
+    return "2, 3 and 4 ranks, with and without a capacity: message bytes as counted, to the byte"
+
+
+def check_balance(lab, group, seed):
+    rank, tokens, count = group.rank(), [3, 0, 5, 2], 6
+    mine = slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
+    for layers, k in (1, 1), (3, 2):
+        logits = [drawn(seed + i, sum(tokens), count).requires_grad_() for i in range(layers)]
+        own = [part[mine].detach().requires_grad_() for part in logits]
+        with Float64():
+            right = load_balancing_loss_func(tuple(logits), count, k)
+            alone = load_balancing_loss_func(tuple(own), count, k) if tokens[rank] else right * 0
+        terms = [count * part.softmax(-1).sum(0) for part in own]
+        with Traffic() as traffic, Float64():
+            loss = lab.balance_losses(own, k, group)
+        chosen = torch.cat(logits).topk(k, -1).indices.flatten().bincount(minlength=count)
+        shares = chosen.double() / (layers * sum(tokens))
+        wanted = (sum(terms) / layers * shares).sum()
+        what = f"{layers} layers, {k} of {count} experts, {tokens[rank]} tokens: the balance losses"
+        own_shares = "an expert's share is of all ranks' tokens: all-reduce the counts"
+        hints = {own_shares: alone.detach() * tokens[rank]}
+        hints |= {"the sum over this rank's tokens, not their mean": wanted / max(1, tokens[rank])}
+        hints |= {"the mean over the layers": wanted * layers}
+        hints |= {"share: choices over tokens, so that shares add up to k": wanted / k}
+        same(what, loss.detach(), wanted.detach(), {h: t.detach() for h, t in hints.items()})
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=group)
+        same(f"{what}, of all ranks", total / sum(tokens), right.detach())
+        found = torch.autograd.grad(loss, own)
+        hint = "the gradient comes by the probabilities; counts have none, whichever rank's"
+        for a, b in zip(found, torch.autograd.grad(right * sum(tokens), logits)):
+            same(f"{what}: the gradient", a, b[mine], None, hint)
+        most = f"{traffic.ops}: one all-reduce of {count} numbers would do"
+        expect(traffic.bytes("all_reduce") <= 8 * count and len(traffic.ops) == 1, most)
+    return "4 ranks, one without tokens: Hugging Face's aux_loss and its gradient, one all-reduce"
+
+
+def check_gradients(lab, group, seed):
+    rank, tokens = group.rank(), [3, 0, 5, 2]
+    everyone = range(4)
+    experts_group, replicas = finished.make_groups(4, 2)
+    same_experts = [r for r in everyone if r % 2 == rank % 2]
+    every = {r: [drawn(seed + 10 * r + i, 3, 2) for i in range(2)] for r in everyone}
+    parameters = [nn.Parameter(torch.zeros(3, 2, dtype=torch.float64)) for _ in range(2)]
+    for parameter, grad in zip(parameters, every[rank]):
+        parameter.grad = grad.clone()
+    dense, expert = parameters
+    with Float64():
+        lab.average_gradients([dense], [expert], tokens[rank], group, replicas)
+    total = sum(tokens)
+    right = sum(every[r][0] for r in everyone) / total
+    hints = {"the sum over all ranks": every[rank][0] / total}
+    hints |= {"divide by the number of tokens": right * total}
+    hint = "divide by all ranks' tokens, not by this rank's"
+    same("a gradient that all ranks have", dense.grad, right, hints, hint)
+    right = sum(every[r][1] for r in same_experts)
+    theirs = sum(tokens[r] for r in same_experts)
+    hint = "divide by the tokens of all ranks: each replica has gradients from its whole group"
+    hints = {hint: right / theirs, f"{hint}. That is all": right / total / 2}
+    mixed = sum(every[r][1] for r in everyone) / total
+    hints |= {"other ranks have other experts: sum over the replicas alone": mixed}
+    same("an expert's gradient", expert.grad, right / total, hints, hint)
+    worst = 0
+    for case, parallel in (
+        (a_case("Qwen3-MoE", 5, 2, seed, [2, 0, 1, 3]), 2),
+        (a_case("Mixtral", 37, 2, seed, [1, 1, 0, 1]), 4),  # 30 choices: 7 experts have none
+    ):
+        for name, error in model_errors(lab, case, rank, 4, parallel).items():
+            what = f"{case.family} on 4 ranks, experts on {parallel}"
+            expect(error <= EXACT, f"{what}: {name} is off by {error:.1e} (at most {EXACT:.0e})")
+            worst = max(worst, error)
+    return f"whole models on 4 ranks, 2 x 2 and 4: loss, every gradient, off by {worst:.0e}"
+
+
+def check_capacity(lab, group, seed):
+    for n, k, count, capacity in (9, 2, 4, 3), (6, 1, 5, 1), (0, 2, 3, 1), (4, 2, 3, 9):
+        weights, experts = some_choices(seed, n, k, count)
+        before, hint = experts.clone(), "fewer tokens than that: all stay"
+        what = f"{n} tokens, {k} of {count} experts, capacity {capacity}: experts"
+        found = attempt(what, hint, lab.drop, weights, experts, count, capacity)
+        kept = kept_choices(weights, experts, count, capacity)
+        first = kept_choices(weights, experts, count, capacity, lambda weight, token: token)
+        right, early = (
+            experts.masked_fill(~torch.tensor(keep, dtype=torch.bool).view(n, k), count).tolist()
+            for keep in (kept, first)
+        )
+        expect(torch.equal(experts, before), f"{what}: the input was overwritten")
+        hint = f"of each expert's choices the {capacity} with the largest weights stay"
+        hint += ", not the first" if found.tolist() == early else ""
+        expect_list(what, found, right, f"{hint}; the others get the number {count}")
+    lost = check_dropped_model(lab, group, seed)
+    return f"the heaviest stay; {lost} tokens come back as their residual alone, gradients exact"
+
+
+CHECKS = {
+    "routing": (check_routing, 1),
+    "permutation": (check_permutation, 1),
+    "all_to_all": (check_all_to_all, 4),
+    "experts": (check_experts, 1),
+    "block": (check_block, 4),
+    "bytes": (check_bytes, 4),
+    "balance": (check_balance, 4),
+    "gradients": (check_gradients, 4),
+    "capacity": (check_capacity, 2),
+}
+
+
+# Bugs for --inject-bug: the checks have to catch every one
+
+
+def sizes_assumed(lab):
+    """Each rank takes it that it receives what it sends: no sizes are exchanged."""
+
+    def exchange_sizes(sizes, group):
+        own = lab.shares(len(sizes), group.size())[group.rank()]
+        return sizes[:own].repeat(group.size(), 1)
+
+    lab.exchange_sizes = exchange_sizes
+
+
+def balance_of_own_tokens(lab):
+    """Each rank balances its own tokens: the ranks' losses are averaged, not their tokens."""
+    right = lab.balance_losses
+    alone = SimpleNamespace(all_reduce=lambda *args, **how: None)
+
+    def balance_losses(logits, k, group):
+        everyone, lab.dist = lab.dist, alone
+        loss = right(logits, k, group)
+        lab.dist = everyone
+        return loss
+
+    lab.balance_losses = balance_losses
+
+
+def experts_times_group(lab):
+    """Experts' gradients are averaged over the replicas, as DDP would: too large by the group."""
+    right = lab.average_gradients
+
+    def average_gradients(dense, experts, tokens, everyone, replicas):
+        right(dense, [], tokens, everyone, replicas)
+        right(experts, [], tokens, replicas, replicas)
+
+    lab.average_gradients = average_gradients
+
+
+BUGS = [sizes_assumed, balance_of_own_tokens, experts_times_group]
