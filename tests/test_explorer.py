@@ -19,7 +19,7 @@ import sp_layout_sim
 
 PAGE = ROOT / "notebooks" / "explorer.html"
 VIEWS = ["layouts", "memory", "pipelines", "collectives", "time"]
-SIZES = {"laptop": (1280, 800), "phone": (390, 844), "tablet": (800, 1000), "beamer": (1920, 1080)}
+SIZES = {"laptop": (1280, 800), "phone": (390, 844), "tablet": (800, 1000), "projector": (1920, 1080)}
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking"]
 QUIET += ["--disable-component-update", "--disable-sync", "--no-first-run"]
 
@@ -120,7 +120,7 @@ SMALLEST = """() => {
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("view", VIEWS)
 def test_view_fits(browser, view, size):
-    dark = size in ("phone", "beamer")
+    dark = size in ("phone", "projector")
     with opened(browser, view, size, color_scheme="dark" if dark else "light") as tab:
         assert tab.locator("nav a").count() == 5
         assert tab.locator("nav a[aria-current]").get_attribute("href").startswith(f"#{view}")
@@ -128,10 +128,10 @@ def test_view_fits(browser, view, size):
         wide, shown = tab.evaluate("[document.documentElement.scrollWidth, innerWidth]")
         assert wide <= shown
         text, slider = tab.evaluate(SMALLEST)
-        assert text > 11.9 and (slider >= 40 or size in ("laptop", "beamer"))
+        assert text > 11.9 and (slider >= 40 or size in ("laptop", "projector"))
         box = tab.locator("svg.picture").first.bounding_box()
-        assert box["width"] > (300 if size != "beamer" else 1000)
-        if size in ("laptop", "beamer"):
+        assert box["width"] > (300 if size != "projector" else 1000)
+        if size in ("laptop", "projector"):
             assert box["y"] + box["height"] <= SIZES[size][1]
         assert tab.locator("svg.picture[tabindex='0']").first.get_attribute("aria-label")
 
