@@ -3,15 +3,14 @@
     python oom_search.py                                # all strategies, 1 and 2 GPUs, on a laptop
     python oom_search.py --strategy all --nproc 1 2 4 8 --memory-gib 40 --json 40.json
     python oom_search.py --strategy sp --nproc 2 --lo 14000 --hi 40000 --step 512
-    python oom_search.py --strategy tp --nproc 1 2 --loss full      # what the full logits cost
     python oom_search.py --strategy plain sp --optimizer adamw      # as one trains
     python oom_search.py --strategy plain --nproc 1 --at 4096 32768    # no search: what these take
 
 A step is a forward and a backward: the scripts' own train_step(), with lab 10's means against
-memory (--recompute, --tile). --optimizer adamw adds PyTorch's AdamW, one parameter after another,
-its state in float32 on the device or (adamw-host) in the host's memory. "plain" is what people have
-before they parallelize: Hugging Face's own model and loss, all logits at once, on one GPU. What
-runs depends on what the machine has, and every result says what it was:
+memory (--recompute, --tile, --head-chunks). --optimizer adamw adds PyTorch's AdamW, one parameter
+after another, its state in float32 on the device or (adamw-host) on the host. "plain" is what
+people have before they parallelize: Hugging Face's own model and loss, on one GPU. What runs
+depends on what the machine has, and every result says what it was:
 
   measured    the real job: --nproc ranks on as many GPUs
   emulated    one GPU: the script's --backend fake, one real rank with silent peers; of a pipeline
@@ -23,8 +22,7 @@ The peak that decides is the step's. Loading comes before it and has a peak of i
 model beside its shards, which is reported apart: a real GPU has to bear that too.
 
 A prediction counts every tensor that PyTorch makes, in the CUDA allocator's blocks of 512 bytes,
-with the attention kernel that a GPU would run, and what kernels take for themselves (section 2).
-It does not count:
+with the attention kernel that a GPU would run and what that takes for itself. It does not count:
 
   - What lies outside the allocator: the CUDA context, cuBLAS, NCCL's buffers. --gpu leaves OUTSIDE
     for them; --memory-gib is what the allocator itself may take.
@@ -56,14 +54,15 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed._tools.fake_collectives  # collectives of meta tensors: nothing moves
-import torch.nn.functional as F
 import transformers
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 HERE = Path(__file__).resolve().parent
-LAB = "labs/lab10_long_sequences.py"  # the means against memory beside recomputing whole layers
+# The means against memory beside recomputing whole layers, in two; what attention takes on a GPU
+LOADED = ["labs/lab10_long_sequences.py", "labs/experiments/means.py"]
+LOADED += ["labs/experiments/gpu_kernels.py"]
 GIB = 2**30
 BLOCK = 512  # bytes: the CUDA allocator's smallest block, of which it deals out whole ones
 # GiB of a card that the allocator never has. CUDA's context and cuBLAS: 1.1 GB with NCCL just begun
@@ -99,6 +98,17 @@ gpu_count, gpu_name = torch.cuda.device_count, torch.cuda.get_device_name  # all
 # Copied from tp.py
 class UsageError(Exception):
     """Arguments or a model that cannot work; the message says what would."""
+
+
+def load(path):
+    """A file of this project as a module, under its own name."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, HERE / path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+lab, means, gpu_kernels = map(load, LOADED)
 
 
 # ---- 1. A probe: one step of one rank, in a process of its own -----------------------------------
@@ -170,8 +180,8 @@ class Tracker(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional"):
             for tensor in self.own((args, out)):
                 self.live[tensor.untyped_storage()._cdata].communication = True
-        if meta and func.name() in SCRATCH:
-            self.add("scratch", SCRATCH[func.name()](*args))
+        if meta and func.name() in gpu_kernels.SCRATCH:
+            self.add("scratch", gpu_kernels.SCRATCH[func.name()](*args))
             self.remove("scratch")
         return out
 
@@ -296,37 +306,30 @@ def optimizer_step(optimizers):
             local(parameter).detach().copy_(master)
 
 
-def sizes_of(args, world):
+def sizes_of(config, length, world):
     """How long rows of (a rank's shard of) the vocabulary are, and how long others are."""
-    config = args.config
     vocabulary = {config.vocab_size, config.vocab_size // world, -(-config.vocab_size // world)}
-    others = (config.hidden_size, config.intermediate_size, config.head_dim, args.length)
+    others = (config.hidden_size, config.intermediate_size, config.head_dim, length)
     return vocabulary, {size // n for size in others for n in (1, world)}
 
 
-def load(path):
-    """A file of this project as a module, under its own name."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, HERE / path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def apply_means(lab, script, model, group, args, case):
-    """Recomputation and tiles as lab 10 builds them, for the model of any script, in place."""
-    tile, own = case["tile"], {}
+def apply_means(script, model, group, args, case):
+    """Recomputation, tiles and chunks of heads, for the model of any script, in place."""
+    tile, chunks, own = case["tile"], case["head_chunks"], {}
     if tile and tile >= args.batch * args.length:  # a tile as long as all tokens is none
         tile = None
-    if tile and getattr(args, "schedule", None) == "zb":  # W takes one pair (x, dy) of a microbatch
-        raise UsageError("--schedule zb has no tiles: without --tile, or 1f1b, it would do")
+    if chunks > 1:
+        ulysses = script.__name__ == "sp_ulysses"
+        works = means.possible_chunks(model, group.size() if ulysses else 1)
+        if getattr(args, "dtensor", False) or getattr(args, "schedule", None) == "zb":
+            works = [1]  # neither DTensor nor DeferredLinear knows parts of a weight
+        if chunks not in works:
+            raise UsageError(f"--head-chunks {chunks}: {', '.join(map(str, works))} would do")
     if hasattr(script, "gather_from_sp_region") and not case["plain"]:
         own = {"gather": script.gather_from_sp_region, "group": group}
     if case["how"] == "predicted":
         own["hooks"] = host_memory
-    lab.apply_means(model, case["recompute"], tile, **own)
-    if tile and hasattr(model, "pipeline"):  # each stage is a decoder of its own
-        for stage in model.pipeline.stages.values():
-            lab.tile_norm(stage.decoder, tile)
+    means.apply_means(lab, model, case["recompute"], tile, chunks, **own)
 
 
 def run_step(case):
@@ -335,7 +338,7 @@ def run_step(case):
     Its verdict: ran, with the peak, its breakdown, and the peak of loading; oom, and whether it was
     while loading; unusable, and why; and of a process that ends without a verdict: error.
     """
-    script, lab, kernels, loading = load(case["script"]), load(LAB), set(), None
+    script, kernels, loading = load(case["script"]), set(), None
     predicted, plain = case["how"] == "predicted", case["plain"]
     try:
         args = script.parse(case["argv"])
@@ -344,7 +347,7 @@ def run_step(case):
             raise UsageError("plain runs on one GPU: --nproc 1 would do")
         cuda = args.device.type == "cuda"
         if predicted:
-            on_meta(args, partial(attention, case["capability"], kernels))
+            on_meta(args, partial(gpu_kernels.attention, case["capability"], kernels))
         elif cuda:
             total = torch.cuda.get_device_properties(args.device).total_memory
             share = min(1.0, case["memory_bytes"] / total)
@@ -352,12 +355,12 @@ def run_step(case):
         host = case["optimizer"] == "adamw-host"
         # A prediction's host is meta, too: what it does is not counted
         there = _disable_current_modes if host and predicted else nullcontext
-        tracker = Tracker(args.device.type, *sizes_of(args, group.size()))
+        tracker = Tracker(args.device.type, *sizes_of(args.config, args.length, group.size()))
         with tracker, script.float64_islands(args.dtype):
             model = script.load_model(args)
             if not plain:
                 model = script.parallelize(model, group, args)
-            apply_means(lab, script, model, group, args, case)
+            apply_means(script, model, group, args, case)
             with there():
                 optimizers = make_adamw(model, host) if case["optimizer"] != "none" else []
             loading = tracker.restart()
@@ -372,15 +375,13 @@ def run_step(case):
                 optimizer_step(optimizers)
         if cuda:
             torch.cuda.synchronize()
-    except (script.UsageError, UsageError) as problem:
+    except (script.UsageError, UsageError, gpu_kernels.UnknownKernel) as problem:
         return {"verdict": "unusable", "why": str(problem)}
     except RuntimeError as problem:  # torch.OutOfMemoryError is one; cuBLAS and NCCL raise no other
         why = str(problem)
         if "out of memory" not in why and "CUBLAS_STATUS_ALLOC_FAILED" not in why:
             raise
         return {"verdict": "oom", "loading": loading is None, "why": why.splitlines()[0]}
-    if args.attention == "eager" and predicted:
-        kernels = {"eager, as --attn asks: it makes the s x s matrix"}
     peak = torch.cuda.max_memory_allocated() if cuda else tracker.peak
     parts = tracker.breakdown(model, optimizers) | {PARTS[-1]: peak - tracker.peak}
     found = {"verdict": "ran", "peak": peak, "breakdown": parts, "loading_peak_bytes": loading}
@@ -424,100 +425,7 @@ def atomic_write(path, write):
         draft.replace(path)
 
 
-# ---- 2. Attention: the kernel that a GPU would run, and what kernels take for themselves ---------
-
-
-def attention_kernel(query, key, capability):
-    """Which kernel scaled_dot_product_attention runs on a GPU, causal and unmasked: (name, why).
-
-    query (b, heads, s, d), key (b, KV heads, s, d). Hugging Face does not repeat KV heads that
-    several query heads share, but sets enable_gqa (transformers, integrations/sdpa_attention.py).
-    PyTorch takes the first kernel that can (transformers/cuda/sdp_utils.cpp, 2.11 to 2.14):
-
-      flash              bfloat16, from compute capability 8.0 on, d up to 256
-      memory-efficient   float32, from 8.0 on with d a multiple of 4; GQA from PyTorch 2.14 on
-                         (its q_heads_per_kv, in cuda/mem_eff_attention/kernel_forward.h)
-      math               all else: matmul, softmax, matmul, with an s x s matrix for every head
-    """
-    dtype, d = str(query.dtype).removeprefix("torch."), query.shape[-1]
-    if dtype == "bfloat16" and capability >= 8:
-        if d > 256:
-            raise UsageError(f"bfloat16: no prediction for heads of {d}; up to 256 would do")
-        why = f"{dtype}, compute capability {capability}"
-        if capability >= 9:
-            why += "; where PyTorch prefers cuDNN's, that one's memory is not known"
-        return "flash", why
-    if dtype != "float32":
-        return "math", f"none other knows {dtype} on compute capability {capability}"
-    if capability >= 8 and d % 4:
-        return "math", f"flash knows no float32, memory-efficient no heads of {d}"
-    if key.shape[1] != query.shape[1] and torch.__version__ < (2, 14):
-        return "math", "flash knows no float32, memory-efficient no GQA before PyTorch 2.14"
-    return "memory-efficient", "flash knows no float32"
-
-
-def attention(capability, kernels, query, key, value, mask=None, dropout=0.0, causal=False, **how):
-    """scaled_dot_product_attention on meta, with the kernel of a GPU, whose name goes to kernels.
-
-    Left to itself, meta would always run math. As PyTorch's own, in transformers/attention.cpp.
-    """
-    aten, inputs = torch.ops.aten, (query, key, value)
-    kernel, why = attention_kernel(query, key, capability)
-    matrix = ", which makes the s x s matrix" if kernel == "math" else ""
-    kernels.add(f"{kernel}{matrix} ({why})")
-    if kernel == "math":
-        return aten._scaled_dot_product_attention_math(*inputs, mask, dropout, causal, **how)[0]
-    how.pop("enable_gqa", None)  # the other kernels see it by the shapes
-    if mask is not None:
-        raise NotImplementedError("the scripts pass no mask: the kernels are chosen without one")
-    if kernel == "flash":  # it takes heads of 8, 16, 24, ... numbers: others are padded
-        d = query.shape[-1]
-        inputs = [F.pad(x, (0, -d % 8)) if d % 8 else x for x in inputs]
-        return aten._scaled_dot_product_flash_attention(*inputs, dropout, causal, **how)[0][..., :d]
-    backward = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)  # keep logsumexp?
-    rest = None, backward, dropout, causal
-    return aten._scaled_dot_product_efficient_attention(*inputs, *rest, **how)[0]
-
-
-def per_query_head(query, key):
-    """Bytes of dk and dv of every query head, summed only then where several share a KV head."""
-    return 2 * query.nbytes if key.shape[1] != query.shape[1] else 0
-
-
-def flash_scratch(grad_out, query, key, *others):
-    """What flash attention's backward takes: float32 sums of dq, and of a number a row.
-
-    aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd().
-    """
-    b, heads, s, d = query.shape
-    rows, columns = math.ceil(s / 128) * 128, math.ceil(d / 32) * 32
-    return 4 * b * heads * rows * (columns + 1) + per_query_head(query, key)
-
-
-def efficient_scratch(grad_out, query, key, *others):
-    """What memory-efficient attention's backward takes in float32: a number a row, and tiles of dq.
-
-    cuda/mem_eff_attention/kernel_backward.h, workspace_size(): tiles of 64 x 64 numbers (or, the
-    same but for rounding, 128 x 64), each with 16 bytes of lock and counter.
-    """
-    b, heads, s, d = query.shape
-    tiles = math.ceil(s / 64) * math.ceil(d / 64)
-    return b * heads * (4 * s + tiles * (16 + 4 * 64 * 64)) + per_query_head(query, key)
-
-
-def softmax_scratch(grad, output, *others):
-    """softmax's backward makes grad * output first: aten/src/ATen/native/cuda/SoftMax.cu."""
-    return output.nbytes
-
-
-SCRATCH = {  # kernels that take memory for themselves: its bytes, from their arguments
-    "aten::_scaled_dot_product_flash_attention_backward": flash_scratch,
-    "aten::_scaled_dot_product_efficient_attention_backward": efficient_scratch,
-    "aten::_softmax_backward_data": softmax_scratch,
-}
-
-
-# ---- 3. Processes: a fresh one for every probe, and none that stays ------------------------------
+# ---- 2. Processes: a fresh one for every probe, and none that stays ------------------------------
 
 
 def launch(case, folder, timeout):
@@ -526,8 +434,7 @@ def launch(case, folder, timeout):
     # A fork has torch loaded already; but CUDA does not survive one
     context = multiprocessing.get_context("fork" if case["how"] == "predicted" else "spawn")
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    job = SimpleNamespace(case=case, folder=folder, timeout=timeout, processes={})
-    job.begin = time.time()
+    job = SimpleNamespace(folder=folder, timeout=timeout, processes={}, begin=time.time())
     for rank in ranks:
         process = context.Process(target=probe, args=(case, rank, folder), daemon=True)
         process.start()
@@ -538,11 +445,8 @@ def launch(case, folder, timeout):
 def results(job):
     """The result of a probe, None before there is one. Bad news ends it: other ranks may hang."""
     ended = [rank for rank, process in job.processes.items() if process.exitcode is not None]
-    found = {}
-    for rank in job.processes:
-        path = Path(job.folder, f"result_{rank}")
-        if path.exists():
-            found[rank] = json.loads(path.read_text())
+    files = {rank: Path(job.folder, f"result_{rank}") for rank in job.processes}
+    found = {rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()}
     bad = next((r for r in found.values() if r["verdict"] != "ran"), None)
     lost = [rank for rank in ended if rank not in found]
     if not bad and (lost or time.time() - job.begin > job.timeout):
@@ -565,7 +469,7 @@ def end(job):
         process.join()
 
 
-# ---- 4. The search -------------------------------------------------------------------------------
+# ---- 3. The search -------------------------------------------------------------------------------
 
 
 async def search(budget, take, first, second=None):
@@ -689,13 +593,15 @@ def make_case(name, world, rank, length, options):
     if options.how != "measured":
         argv += ["--backend", "fake"]
     argv += ["--recompute", "none" if options.recompute == "none" else "block"]
-    files = [HERE / script, HERE / LAB, Path(__file__), Path(options.model) / "config.json"]
+    config = Path(options.model, "config.json").absolute()
+    files = [HERE / file for file in (*LOADED, script, "oom_search.py", config)]
     contents = b"".join(file.read_bytes() for file in files if file.is_file())
     case = {"how": options.how, "script": script, "argv": argv, "world": world, "rank": rank}
-    case |= {"plain": name == "plain", "optimizer": options.optimizer}
-    case |= {"recompute": options.recompute, "tile": options.tile}
-    own_choice = name == "plain" or (name == "pp" and options.schedule == "zb")
-    if not options.tile and not own_choice and options.recompute in ("block", "offload"):
+    case["plain"] = name == "plain"
+    case |= {
+        own: getattr(options, own) for own in ("optimizer", "recompute", "tile", "head_chunks")
+    }
+    if not options.tile and name != "plain" and options.recompute in ("block", "offload"):
         case["tile"] = TILE
     case |= {"sha256": hashlib.sha256(contents).hexdigest()}
     case |= {"versions": [torch.__version__, transformers.__version__]}
@@ -704,7 +610,7 @@ def make_case(name, world, rank, length, options):
     return case | {"gpu": gpu_name(), "memory_bytes": options.memory_bytes}
 
 
-# ---- 5. Running many: the journal, the progress line, Ctrl-C -------------------------------------
+# ---- 4. Running many: the journal, the progress line, Ctrl-C -------------------------------------
 
 
 def read_journal(path):
@@ -722,8 +628,6 @@ def append(path, entry):
     try:
         with open(path, "a") as file:
             file.write(f"\n{json.dumps(entry)}\n")
-            file.flush()
-            os.fsync(file.fileno())
     except OSError as problem:  # a full disk: the search can do without, its resumption cannot
         print(f"error: cannot write the journal {path}: {problem.strerror}", file=sys.stderr)
 
@@ -777,13 +681,12 @@ def label(row):
 
 def progress(row, bracket):
     """One line: what is known of a search."""
-    low, high = bracket
-    bounds = f"{low:,} fits" + (f", {high:,} does not" if high else "")
-    line = f"{label(row)}: {bounds}"
+    line = f"{label(row)}: {bracket[0]:,} fits"
+    line += f", {bracket[1]:,} does not" if bracket[1] else ""
     print(f"{line:<100}", end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
 
 
-# ---- 6. Report -----------------------------------------------------------------------------------
+# ---- 5. Report -----------------------------------------------------------------------------------
 
 
 def say_table(*rows):
@@ -841,26 +744,22 @@ def report(rows, options):
     if "plain" in options.strategies:
         print("plain: Hugging Face's own model and loss, all logits at once whatever --loss says")
     entries = [(label(row), entry) for row in rows for entry in row.get("at", [row])]
-    kernels = dict.fromkeys(e["attention"] for _, e in entries if e.get("attention"))
-    for kernel in kernels:
-        users = dict.fromkeys(name for name, e in entries if e.get("attention") == kernel)
-        print(f"attention{' of ' + ', '.join(users) if len(kernels) > 1 else ''}: {kernel}")
+    for kernel in sorted({e["attention"] for _, e in entries if e.get("attention")}):
+        print(f"attention: {kernel}")
     if not options.at:
         say_limits(rows, options)
     say_parts(rows, options)
-    for row in rows:
-        for entry in (row, *row.get("at", [])):
-            if why := entry.get("error") or entry.get("note"):
-                where = f", {entry['length']:,} tokens" if "length" in entry else ""
-                log = [f"    {line}" for line in entry.get("log", [])]
-                print(f"\n  {label(row)}{where}: {why}", *log, sep="\n")
-    failed = [row for row in rows if row["verdict"] != "found"]
-    wrong = [row for row in failed if row["verdict"] == "error"]
-    if wrong:
+    for name, entry in entries:
+        if why := entry.get("error") or entry.get("note"):
+            where = f", {entry['length']:,} tokens" if "length" in entry else ""
+            log = [f"    {line}" for line in entry.get("log", [])]
+            print(f"\n  {name}{where}: {why}", *log, sep="\n")
+    if wrong := [row for row in rows if row["verdict"] == "error"]:
         print(f"\nFAIL oom_search: {label(wrong[0])}: {wrong[0]['error']}")
         return False
     searched = f"each length was tried and fits, {options.step} tokens more were tried and do not"
-    told = f"{len(rows) - len(failed)} of {len(rows)} limits found: {searched}"
+    limits = [row for row in rows if row["verdict"] == "found"]
+    told = f"{len(limits)} of {len(rows)} limits found: {searched}"
     if options.at:
         fit = [entry["fits"] for *_, entry in answers(rows)]
         told = f"{sum(fit)} of the {len(fit)} steps that were tried fit, {options.where}"
@@ -868,7 +767,7 @@ def report(rows, options):
     return True
 
 
-# ---- 7. Command line -----------------------------------------------------------------------------
+# ---- 6. Command line -----------------------------------------------------------------------------
 
 
 # Copied from tp.py
@@ -905,19 +804,16 @@ def parse(argv):
     add("--dtype", choices=["float32", "bfloat16", "float64"], default="bfloat16")
     add("--attn", choices=["auto", "sdpa", "eager", "flash"], default="auto", help="auto: sdpa")
     add("--loss", choices=["chunked", "full"], default="chunked", help="full: all logits at once")
-    again = "block: activation recomputation, keep layers' inputs only; "
-    again += "selective: and what is slow to recompute; offload: inputs, in the host's memory; none"
+    again = "block: keep layers' inputs; selective: and slow results; offload: inputs, on the host"
     kinds = ["block", "selective", "offload", "none"]
     add("--recompute", choices=kinds, default="block", help=again)
-    tiles = f"tokens of a rank in a tile ({TILE} where layers are recomputed; plain, zb: none)"
-    add("--tile", type=positive, help=tiles)
-    adam, where = ["adamw", "adamw-host"], "its step, too; -host: state in the host's memory"
-    add("--optimizer", choices=["none", *adam], default="none", help=where)
+    add("--tile", type=positive, help=f"a rank's tokens in a tile ({TILE} where layers recompute)")
+    add("--head-chunks", type=positive, default=1, metavar="N", help="of attention's heads (1)")
+    add("--optimizer", choices=["none", "adamw", "adamw-host"], default="none", help="its step too")
     add("--shard-weights", action="store_true", help="sp_ulysses only")
     add("--schedule", help="pp only")
     add("--microbatches", type=positive, help="pp only")
-    ways = ["auto", "measured", "emulated", "predicted"]
-    add("--how", choices=ways, default="auto", help="auto: by the GPUs there are, and --gpu")
+    add("--how", choices=["auto", "measured", "emulated", "predicted"], default="auto")
     add("--gpu", choices=GPUS, help="predict for this one (a100-40)")
     add("--memory-gib", type=number, metavar="X", help="the allocator's; caps a real GPU too")
     add("--jobs", type=positive, default=min(2, os.cpu_count()), help="predictions at a time (2)")
@@ -929,8 +825,6 @@ def parse(argv):
     four = [name for name in scripts if name not in ("tp_dtensor", "plain")]
     asked = [four if name == "all" else [ALIASES.get(name, name)] for name in options.strategy]
     options.strategies = list(dict.fromkeys(sum(asked, [])))
-    options.nproc = list(dict.fromkeys(options.nproc))
-    options.at = list(dict.fromkeys(options.at))
     if options.at and (options.lo or options.hi):
         raise UsageError("--at searches nothing: without --lo and --hi it would do")
     if options.lo and options.hi and options.lo >= options.hi:

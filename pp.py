@@ -323,6 +323,8 @@ class Pipeline:
         """B: from the output's gradient (None for a loss) to that of x, which is sent."""
         _, stage, m = action
         x, out = self.held.pop((stage, m))
+        for linear in self.stages[stage].deferred:
+            linear.waiting.append([])
         torch.autograd.backward(out, grad)
         if stage > 0:
             self.send(x.grad, Action("B", stage - 1, m))
@@ -470,7 +472,7 @@ class InputGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        ctx.waiting.append((x.detach(), grad))  # without x's history
+        ctx.waiting[-1].append((x.detach(), grad))  # without x's history
         return grad @ weight, None, None, None
 
 
@@ -480,26 +482,18 @@ class DeferredLinear(nn.Module):
     def __init__(self, linear):
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
-        self.waiting = deque()  # (x, dy) of each microbatch between its B and its W
+        self.waiting = deque()  # of each microbatch between B and W: [(x, dy), ...], of each run
 
     def forward(self, x):  # (b/M, s, in) -> (b/M, s, out)
         return InputGradient.apply(x, self.weight, self.bias, self.waiting)
 
     def add_weight_gradient(self):
         """W, of the microbatch that has waited longest."""
-        x, grad = self.waiting.popleft()
-        x, grad = x.flatten(0, -2), grad.flatten(0, -2)  # (tokens, in), (tokens, out)
-        accumulate(self.weight, grad.T @ x)
-        if self.bias is not None:
-            accumulate(self.bias, grad.sum(0))
-
-
-def accumulate(parameter, grad):
-    """Add to a parameter's gradient, as autograd does it in a backward."""
-    if parameter.grad is None:
-        parameter.grad = grad
-    else:
-        parameter.grad += grad
+        for x, grad in self.waiting.popleft():
+            x, grad = x.flatten(0, -2), grad.flatten(0, -2)  # (tokens, in), (tokens, out)
+            self.weight.backward(grad.T @ x)  # of a leaf: adds to its .grad
+            if self.bias is not None:
+                self.bias.backward(grad.sum(0))
 
 
 def defer_weight_gradients(layer):

@@ -113,9 +113,19 @@ def spliced(finished, answers, exercise):
     return replace(answers, change)
 
 
+def lab_files():
+    """The labs' files by their numbers: lab2, lab3, lab3b, lab10."""
+
+    def number(path):
+        digits, letter = re.match(r"lab(\d+)([a-z]?)_", path.stem).groups()
+        return int(digits), letter
+
+    return sorted(LABS.glob("lab*.py"), key=number)
+
+
 def find_lab(name):
     """The file of a lab: lab1, or lab1_collectives."""
-    labs = {path.stem: path for path in sorted(LABS.glob("lab*.py"))}
+    labs = {path.stem: path for path in lab_files()}
     for stem, path in labs.items():
         if name == stem or stem.startswith(f"{name}_"):
             return path
@@ -124,7 +134,7 @@ def find_lab(name):
 
 def show_labs():
     """List the labs and their exercises."""
-    for path in sorted(LABS.glob("lab*.py")):
+    for path in lab_files():
         names = dict.fromkeys(name for name, *_ in regions(path.read_text()))
         print(f"{path.stem}: {', '.join(names)}")
 

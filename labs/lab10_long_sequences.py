@@ -26,8 +26,9 @@ A layer that is recomputed is run until all that its backward needs is there. So
 the tiles run: then the recomputation stops in front of them, and each tile runs twice, not thrice.
 
 Forward hooks of a module run with it: the gather and the reduce-scatter of a parallel MLP then lie
-inside the tiles, and what is gathered exists for one tile only. Section 5 applies all this to any
-script's model; oom_search.py does so to find the longest sequence that fits.
+inside the tiles, and what is gathered exists for one tile only. Section 5 applies this to any
+script's model, experiments/means.py to attention, too, in tiles and by chunks of heads; with both
+oom_search.py finds the longest sequence that fits.
 
     python labs/lab10_long_sequences.py             # it starts its own ranks
     python labs/lab10_long_sequences.py --plot peak.png --json lab10.json
@@ -229,113 +230,18 @@ def tile_norm(decoder, tokens):
         decoder.norm = Tiled(decoder.norm, tokens)
 
 
-class Projections(nn.Module):
-    """q, k and v side by side, of tokens gathered once: (b, t, h) -> (b, P, t, q + k + v)."""
-
-    def __init__(self, linears, gather, group):
-        super().__init__()
-        self.linears, self.gather, self.group = nn.ModuleList(linears), gather, group
-
-    def forward(self, x):
-        x = self.gather(x, self.group)  # (b, P t, h)
-        qkv = torch.cat([linear(x) for linear in self.linears], -1)
-        return qkv.unflatten(1, (self.group.size(), -1))
-
-
-class Columns(nn.Module):
-    """In the place of q_proj, k_proj or v_proj: columns [start, end) of q, k and v side by side."""
-
-    def __init__(self, start, end):
-        super().__init__()
-        self.start, self.end = start, end
-
-    def forward(self, qkv):
-        return qkv[..., self.start : self.end].contiguous()  # a view would keep all of qkv
-
-
-class Output(nn.Module):
-    """o_proj of all ranks' tokens (b, P, t, h/P) -> (b, t, h)."""
-
-    def __init__(self, linear):
-        super().__init__()
-        self.linear = linear
-
-    def forward(self, x):
-        return self.linear(x.flatten(1, 2))
-
-
-class TiledAttention(nn.Module):
-    """Megatron SP's attention: gather and reduce-scatter lie inside the tiles of its projections.
-
-    Attention itself needs all tokens at once, with 1/P of the heads.
-    """
-
-    def __init__(self, attention, tokens, gather, group):
-        super().__init__()
-        linears = attention.q_proj, attention.k_proj, attention.v_proj
-        start = 0
-        for name, linear in zip(("q_proj", "k_proj", "v_proj"), linears):
-            end = start + len(linear.weight)
-            setattr(attention, name, Columns(start, end))
-            start = end
-        self.projections = Tiled(Projections(linears, gather, group), tokens)
-        self.output = Tiled(Output(attention.o_proj), tokens)
-        attention.o_proj = nn.Identity()
-        self.attention, self.world = attention, group.size()
-
-    def forward(self, hidden_states, **kwargs):  # (b, s/P, h) -> (b, s/P, h)
-        qkv = self.projections(hidden_states).flatten(1, 2)  # (b, s, q + k + v)
-        # forward(), not a call: attention's own pre-hook would gather
-        out, weights = self.attention.forward(qkv, **kwargs)  # (b, s, h/P)
-        return self.output(out.unflatten(1, (self.world, -1))), weights
-
-
-def apply_means(model, recompute, tile=None, gather=None, group=None, hooks=save_on_cpu):
+def apply_means(model, recompute, tile=None, hooks=save_on_cpu):
     """Recomputation and tiles for a model that a script has made parallel, in place.
 
     recompute: "block", "selective", "offload" or "none". tile: tokens of a rank in a tile; None: no
-    tiles. gather(x, group): Megatron SP's g, whose attention block it enters. hooks: as in
-    offloaded(). Returns the model.
+    tiles. hooks: as in offloaded().
     """
     layers = [layer for layer in model.model.layers if not isinstance(layer, nn.Identity)]
     recompute_layers(layers, recompute, hooks)
-    if tile is None:
-        return model
-    for layer in layers:
-        tile_layer(layer, tile)
-        if gather is not None:
-            layer.self_attn = TiledAttention(layer.self_attn, tile, gather, group)
-    tile_norm(model.model, tile)
-    return model
-
-
-def tile_traffic(strategy, layers, tiles, size, recomputed):
-    """What tiles add to the traffic of a step: rows (phase, collective, calls, message bytes).
-
-    tiles: of an MLP; size: message bytes of one (b, s, h); recomputed: whether layers are. A tile
-    sends its share of the bytes in a call of its own, and again when it runs in the backward. Where
-    a layer is recomputed, the recomputation stops before its MLP.
-    """
-    more, again = (tiles - 1) * layers, tiles * layers
-    if tiles == 1:
-        return []
-    if strategy == "tp":  # MLPs
-        return [
-            ("forward", "all_reduce", more, 0),  # g
-            ("backward", "all_reduce", more + again, layers * size),  # f, and g again
-        ]
-    if strategy == "sp_megatron":  # MLPs, and the projections of attention
-        rows = [
-            ("forward", "all_gather", 2 * more, 0),
-            ("forward", "reduce_scatter", 2 * more, 0),
-            ("backward", "all_gather", 2 * (more + again), 2 * layers * size),
-            ("backward", "reduce_scatter", 2 * (more + again), 2 * layers * size),
-        ]
-        if recomputed:  # attention's gather and reduce-scatter, each in tiles; the MLP's gather not
-            rows += [("backward", "all_gather", again - 2 * layers, -layers * size)]
-            rows += [("backward", "reduce_scatter", more, 0)]
-        return rows
-    return []
+    if tile is not None:
+        for layer in layers:
+            tile_layer(layer, tile)
+        tile_norm(model.model, tile)
 
 
 # ---- The lesson 6: the peak, predicted from shapes -----------------------------------------------

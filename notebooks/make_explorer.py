@@ -392,7 +392,7 @@ def main():
     only = parser.parse_args().only
     old = embedded(PAGE) if PAGE.exists() else {}
     data = {name: make() if name in only else old.get(name) for name, make in VIEWS.items()}
-    pp.write_whole(PAGE, lambda draft: draft.write_text(assemble(data)))
+    pp.atomic_write(PAGE, lambda draft: draft.write_text(assemble(data)))
     print(f"{PAGE}: {PAGE.stat().st_size / 1024:,.0f} KiB")
 
 

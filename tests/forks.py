@@ -32,6 +32,8 @@ MODELS = {  # LLaMA as it really comes. 2, 3, 4 divide none of vocabulary, inter
     "head_dim": {"num_key_value_heads": 4, "head_dim": 10, "tie_word_embeddings": False},
     "even": {"num_key_value_heads": 4, "tie_word_embeddings": True, "vocab_size": 104,
              "intermediate_size": 48},  # for DTensor
+    "six_kv": {"num_key_value_heads": 6, "tie_word_embeddings": True, "attention_bias": True,
+               "mlp_bias": True, "pad_token_id": 7},
     "gpt2": {"model_type": "gpt2"},  # to be refused
     "one_word": {"vocab_size": 1},  # too
     "one_layer": {"num_hidden_layers": 1, "num_key_value_heads": 1},

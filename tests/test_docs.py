@@ -108,9 +108,9 @@ def test_both_orders_of_reading_are_one():
         return [re.findall(r"\w+\.py", row) for row in table.splitlines()]
 
     assert steps(DOCS[0]) == steps(DOCS[2])
-    number = re.compile(r"lab(\d+)_")
-    files = sorted(ROOT.glob("labs/lab*.py"), key=lambda file: int(number.match(file.name)[1]))
-    labs = [file.name for file in files]
+    stems = [file.stem for file in ROOT.glob("labs/lab*_*.py")]
+    stems.sort(key=lambda stem: (int(re.match(r"lab(\d+)", stem)[1]), stem))
+    labs = [f"{stem}.py" for stem in stems]
     assert labs == [file for row in steps(DOCS[0]) for file in row if file.startswith("lab")]
 
 

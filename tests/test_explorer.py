@@ -1,5 +1,6 @@
 """notebooks/explorer.html: its data made anew, and its views in a real browser."""
 
+import dataclasses
 import importlib
 import json
 import random
@@ -12,12 +13,13 @@ import pytest
 from conftest import python
 from forks import ROOT
 
+import oom_search
 import pp
 import sp_layout_sim
 
 PAGE = ROOT / "notebooks" / "explorer.html"
 VIEWS = ["layouts", "memory", "pipelines", "collectives", "time"]
-SIZES = {"projector": (1280, 800), "phone": (390, 844)}
+SIZES = {"laptop": (1280, 800), "phone": (390, 844), "tablet": (800, 1000), "beamer": (1920, 1080)}
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking"]
 QUIET += ["--disable-component-update", "--disable-sync", "--no-first-run"]
 
@@ -33,6 +35,10 @@ def test_page_is_made_of_its_parts(maker):
     assert PAGE.read_text() == maker.assemble(maker.embedded(PAGE)), "run make_explorer.py"
     assert PAGE.stat().st_size < 3e6
     assert len((PAGE.parent / "make_explorer.py").read_text().splitlines()) <= 400
+    found = {p.name: re.findall(r'"(\.\./[^"]+)"', p.read_text()) for p in maker.PARTS.glob("*.js")}
+    links = found.pop("shell.js")
+    assert not any(found.values()), "all links stand in LINKS, for the site's build"
+    assert [link for link in links if not (PAGE.parent / link).exists()] == []
 
 
 @pytest.mark.slow
@@ -40,6 +46,14 @@ def test_page_is_made_of_its_parts(maker):
 def test_data_is_the_scripts(maker, view):
     anew = json.loads(json.dumps(maker.VIEWS[view]()))
     assert maker.embedded(PAGE)[view] == anew, "run make_explorer.py"
+
+
+def test_page_is_made_by_its_command(maker, monkeypatch, tmp_path):
+    monkeypatch.setattr(maker, "PAGE", tmp_path / PAGE.name)
+    monkeypatch.setattr(sys, "argv", ["make_explorer.py", "--only", "collectives"])
+    maker.PAGE.write_text(PAGE.read_text().replace("<h1>", "<h1>older "))
+    maker.main()
+    assert maker.PAGE.read_text() == PAGE.read_text()
 
 
 # In the browser
@@ -59,7 +73,7 @@ def browser():
 
 
 @contextmanager
-def opened(browser, fragment, size="projector", page=PAGE, **options):
+def opened(browser, fragment, size="laptop", page=PAGE, **options):
     """The page at a fragment. At the end: nothing on the console, no request to the network."""
     width, height = SIZES[size]
     tab = browser.new_page(viewport={"width": width, "height": height}, **options)
@@ -92,21 +106,55 @@ def wait(tab, condition):
     tab.wait_for_function(f"() => {condition}", timeout=9000)
 
 
+# Pixels of the smallest text outside of a pipeline's cells, of the lowest slider
+SMALLEST = """() => {
+    const scale = (svg) => svg.getBoundingClientRect().width / svg.viewBox.baseVal.width
+    const size = (text) => parseFloat(getComputedStyle(text).fontSize) * scale(text.closest("svg"))
+    const texts = [...document.querySelectorAll("svg.picture text:not(.cell text)")].map(size)
+    const sliders = [...document.querySelectorAll("input")].map((input) => input.offsetHeight)
+    return [Math.min(...texts), Math.min(...sliders)]
+}"""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("view", VIEWS)
-def test_view_fits(browser, view, size, scheme):
-    with opened(browser, view, size, color_scheme=scheme) as tab:
+def test_view_fits(browser, view, size):
+    dark = size in ("phone", "beamer")
+    with opened(browser, view, size, color_scheme="dark" if dark else "light") as tab:
         assert tab.locator("nav a").count() == 5
         assert tab.locator("nav a[aria-current]").get_attribute("href").startswith(f"#{view}")
+        assert tab.locator("p:has-text('In the course') a").count() > 0
         wide, shown = tab.evaluate("[document.documentElement.scrollWidth, innerWidth]")
         assert wide <= shown
+        text, slider = tab.evaluate(SMALLEST)
+        assert text > 11.9 and (slider >= 40 or size in ("laptop", "beamer"))
         box = tab.locator("svg.picture").first.bounding_box()
-        assert box["width"] > 300
-        if size == "projector":
-            assert box["y"] + box["height"] <= 800
-        assert tab.locator("svg.picture").first.get_attribute("aria-label")
+        assert box["width"] > (300 if size != "beamer" else 1000)
+        if size in ("laptop", "beamer"):
+            assert box["y"] + box["height"] <= SIZES[size][1]
+        assert tab.locator("svg.picture[tabindex='0']").first.get_attribute("aria-label")
+
+
+@pytest.mark.slow
+def test_tips_by_mouse_and_by_touch(browser):
+    """Beside what they explain, never over it; a tap shows one, a tap elsewhere hides it."""
+    with opened(browser, "layouts") as tab:
+        tip, target = tab.locator("#tip"), tab.locator("svg.picture [data-tip]").nth(1)
+        target.hover()
+        assert tip.inner_text().startswith("rank 1: norm 1")
+        place, box = target.bounding_box(), tip.bounding_box()
+        assert box["x"] >= place["x"] + place["width"] or box["x"] + box["width"] <= place["x"]
+        tab.keyboard.press("Escape")
+        assert tip.is_hidden()
+    with opened(browser, "layouts", "phone", has_touch=True) as tab:
+        tip, target = tab.locator("#tip"), tab.locator("svg.picture [data-tip]").nth(1)
+        target.tap()
+        assert tip.inner_text().startswith("rank 1: norm 1")
+        place, box = target.bounding_box(), tip.bounding_box()
+        assert box["y"] >= place["y"] + place["height"] or box["y"] + box["height"] <= place["y"]
+        tab.locator(".words").tap()
+        assert tip.is_hidden()
 
 
 @pytest.mark.slow
@@ -159,9 +207,8 @@ def test_broken_fragments(browser, wrong):
 @pytest.mark.slow
 def test_links_from_the_notes_name_moments(browser):
     """Each word of a link is one that the page understands, and its step is there."""
-    texts = [
-        file.read_text() for file in (*ROOT.glob("labs/**/*.md"), *PAGE.parent.glob("*.ipynb"))
-    ]
+    files = *ROOT.glob("labs/**/*.md"), *PAGE.parent.glob("*.ipynb")
+    texts = [file.read_text() for file in files]
     links = re.findall(r"explorer\.html#([^)\s]+)\)", " ".join(texts))
     assert len(links) > 15
     with opened(browser, "layouts") as tab:
@@ -187,6 +234,52 @@ def test_pieces_travel_unless_motion_is_unwelcome(browser):
         with opened(browser, view, reduced_motion="reduce") as tab:
             assert tab.evaluate(moving) == 0
             assert tab.locator(".way").count() == tab.locator(".piece").count() > 0
+
+
+# Of every step of the layout on P ranks: the sentence, marks in the small block, names, collective
+TOLD = """P => {
+    set({ P })
+    const { moments, tensors } = DATA.layouts.runs[state.layout][P - 1]
+    return moments.map(([, before, after, collective], i) => {
+        set({ step: i + 1 })
+        const here = document.querySelectorAll(".station.now").length
+        const names = `${tensors[before][0]} ${tensors[after][0]}`
+        return [document.querySelector(".words").innerText, here, names, collective]
+    })
+}"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", sp_layout_sim.LAYOUTS)
+def test_every_step_is_explained(browser, layout):
+    """What happens and why, not only which names change; 5 to 8 highlights lead to steps."""
+    with opened(browser, f"layouts&{layout}") as tab:
+        for P in (1, 2, 7):
+            for words, here, names, collective in tab.evaluate(TOLD, P):
+                title, why = words.split(": ", 1)
+                assert (collective.replace("_", "-") or "no message") in title
+                assert re.search(r"\b(since|so|needs?|only|same|at a time)\b", why), words
+                assert len(set(why.split()) - set(names.split())) > 9, words
+                assert here == 1 and not re.search("undefined|[{}]", words), words
+        chips = tab.locator(".chips button").all()
+        assert 5 <= len(chips) <= 8
+        for chip in chips:
+            chip.click()
+            assert chip.get_attribute("aria-pressed") == "true"
+
+
+@pytest.mark.slow
+def test_colours_of_replicas_and_of_one_ranks_messages(browser):
+    colours = "all => all.map((x) => x.getAttribute('fill') || x.getAttribute('stroke'))"
+    with opened(browser, "layouts&sp&P=3&step=2") as tab:
+        held = lambda name: tab.locator(f"[data-tip^='{name}'] .held").evaluate_all(colours)  # noqa: E731
+        for rank in range(3):
+            assert held(f"rank {rank}: norm 1") == [f"var(--rank{rank})"]
+            assert held(f"rank {rank}: enter attention") == [f"var(--rank{r})" for r in range(3)]
+        tab.evaluate("set({ P: 8 })")  # 56 messages: one rank's are drawn
+        for rank in (0, 5):
+            tab.locator(f"[data-tip^='rank {rank}: norm 1']").hover()
+            assert tab.locator(".way").evaluate_all(colours) == [f"var(--rank{rank})"] * 7
 
 
 SETTINGS = [(layout, P) for layout in sp_layout_sim.LAYOUTS for P in range(1, 9)]
@@ -238,11 +331,13 @@ def test_collectives_on_the_page_are_lab_1s(browser, maker):
             assert tab.locator(".player output").inner_text() == f"step {steps} of {steps}"
             assert shows(found["in all"], seconds)
             a, b = us * 1e-6, 1 / gb / 1e9
-            assert shows(found["ring"], 2 * (P - 1) * (a + b * n / P))
-            assert shows(found["gather and add"], (P - 1) * (a + b * n))
+            ring, both = (P - 1) * (a + b * n / P), op in ("all_reduce", "gather_and_add")
+            priced = {"ring": 2 * ring, "gather and add": (P - 1) * (a + b * n)}
+            for name, price in (priced if both else {op.replace("_", "-"): ring}).items():
+                assert shows(found[name], price)
 
 
-# Memory and pipelines
+# Memory, pipelines and time
 # --------------------------------------------------------------------------------------------------
 
 
@@ -316,6 +411,15 @@ def test_memory_on_the_page(browser, maker):
             peaks = [interpolated(memory, *setting[:-1], n) for n in (longest, longest + 512)]
             fits = [peak <= 1024 * room for peak in peaks]
             assert fits == [True, False] or longest == 2048 and fits == [False, False]
+            halves = tab.locator("svg.picture").first.get_attribute("aria-label")
+            steps = re.findall(r"optimizer's step ([\d.]+) GiB", halves)
+            assert [float(x) for x in steps] == [
+                pytest.approx(max(map(sum, memory["steps"][key])) / 1024, rel=0.006)
+            ] * (optimizer == "adamw")
+            asked = oom_search.parse(tab.locator("code").inner_text().split()[2:])
+            assert asked.at == [length] and asked.nproc == [int(world)] and asked.model == model
+            assert [asked.recompute, asked.loss, asked.optimizer] == [recompute, loss, optimizer]
+            assert asked.strategies == [strategy] and asked.shard_weights == bool(shard)
 
 
 @pytest.mark.slow
@@ -348,3 +452,32 @@ def test_pipelines_on_the_page_are_pps(browser, maker):
             assert found[0] == f"{100 * pp.bubble(rows, P):.1f}%"
             assert found[1] == ("none" if formula is None else f"{100 * formula:.1f}%")
             assert found[3].startswith(str(max(map(pp.most_in_flight, ranks))))
+
+
+@pytest.mark.slow
+def test_time_on_the_page_is_lab_11s(browser, maker):
+    """Seconds, the largest part, MFU, tokens a second, of 20 settings: by lab 11's functions."""
+    from experiments import plan
+
+    lab, data = maker.load(maker.LABS / "lab11_time.py"), maker.embedded(PAGE)["time"]
+    networks = {"measured": {}, "ideal": {"network": 50e9, "hop": 0.0, "spread": 0.0}}
+    choose = random.Random(5)
+    with opened(browser, "time") as tab:
+        for setting in choose.sample(sorted(data["steps"]), 20):
+            name, gpu, nodes, network, strategy = setting.split(" ")
+            length, count = choose.choice(data["lengths"]), choose.choice(data["counts"])
+            words = f"#time&{strategy}&model={name}&gpu={gpu}&nodes={nodes}&network={network}"
+            tab.evaluate("to => { location.hash = to }", f"{words}&length={length}&count={count}")
+            wait(tab, f"state.length === {length} && state.count === {count}")
+            found, model, gpus = figures(tab), lab.MODELS[name], 8 * int(nodes)
+            if plan.why_not(model, strategy, gpus):
+                assert set(found.values()) == {"none"}
+                continue
+            cluster = dataclasses.replace(plan.cluster_of(lab, gpu), **networks[network])
+            parts = plan.strategy_parts(lab, model, strategy, gpus, length, count, cluster)
+            rate = count * length / sum(parts.values())
+            assert shows(found["a step"], sum(parts.values()))
+            assert f", is {max(parts, key=parts.get)}, " in tab.locator(".words").inner_text()
+            used = lab.mfu(model, length, rate, gpus, lab.H100.peak)
+            assert float(found["MFU"].strip("%")) / 100 == pytest.approx(used, abs=6e-4)
+            assert shows(found["tokens a second"] + " B", rate)

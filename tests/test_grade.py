@@ -134,7 +134,7 @@ def test_each_wrong_answer_fails_alone(desk):
     text = SMALL_LAB + RIGHT.sub(lambda match: next(answers), TOTALS)
     (desk / "my_labs").mkdir()
     (desk / "my_labs" / "lab0_small.py").write_text(text)
-    run, results = grader(desk, "lab0", "--timeout", "8", "--seed", "5")
+    run, results = grader(desk, "lab0", "--timeout", "5", "--seed", "5")
     assert run.returncode == 1
     for i, said in enumerate(WRONG.values()):
         assert not results[f"total{i}"]["passed"] and said in results[f"total{i}"]["report"]
@@ -182,6 +182,13 @@ BAD = [
     ("lab1 --file labs/lab1_collectives.py --only x", "lab1_collectives has no exercise x; it has"),
     ("", "the following arguments are required: LAB"),
 ]
+
+
+def test_labs_are_listed_by_their_numbers(capsys):
+    assert grading.main(["list"]) == 0
+    listed = [line.partition("_")[0] for line in capsys.readouterr().out.splitlines()]
+    assert listed[:5] == ["lab1", "lab2", "lab3", "lab3b", "lab4"]
+    assert sorted(listed[4:], key=lambda lab: int(lab[3:])) == listed[4:]
 
 
 @pytest.mark.parametrize("options,message", BAD)

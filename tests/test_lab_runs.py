@@ -188,6 +188,28 @@ def test_lab3_says_which_wrong_way_works_and_which_right_one_does_not(tmp_path, 
     assert re.search(r"f_per_projection .* FAIL: gradient 0\.", printed), printed
 
 
+def test_lab3b(run):
+    printed, results = run("lab3b", "predicted 4, measured 4: right", "--dump", "two_orders")
+    programs, source = results["programs"], LABS["lab3b"].read_text().splitlines()
+    parted = {name: seen["difference"] for name, seen in programs.items()}
+    reduced = "all_reduce [[4]]"
+    assert parted == {
+        "skipped_collective": [4, [reduced, "barrier []"]],
+        "two_orders": [1, [reduced, "broadcast [[4]]"]],
+        "uneven_batches": [4, ["all_reduce [[5]]", None]],
+        "crossed_messages": None,
+    }
+    waits = {name: [f and f[0] for f in seen["frames"]] for name, seen in programs.items()}
+    assert waits["skipped_collective"] == ["all_reduce", "barrier"]
+    assert waits["uneven_batches"] == ["all_reduce", None]
+    assert waits["crossed_messages"] == ["send", "send"]
+    for seen in programs.values():
+        for waits_in, line in filter(None, seen["frames"]):
+            assert f"dist.{waits_in}(" in source[line - 1]
+    assert printed.count("most recent call first") == 2
+    assert re.search(r"\n +1 +gloo:broadcast +\[\[4\]\] +\d+\n", printed)
+
+
 ORDER = {
     ("TP", "blocking"): "dgrad, start all_reduce, wait all_reduce, wgrad, wait all_reduce",
     ("TP", "overlapped"): "dgrad, start all_reduce, wgrad, wait all_reduce",
@@ -264,6 +286,8 @@ def test_lab5_takes_a_plan_and_prints_one(tmp_path, capsys, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(CHECKS["lab5"], "CHECKS", {})  # the experiments alone
+    measured = {"way": SHOWN["lab5"].GATHERED, "forward": {}, "backward": {}}  # by test_lab5
+    monkeypatch.setattr(SHOWN["lab5"], "memory", lambda lab: ([measured], []))
     assert run_lab(LABS["lab5"], ["--plan", "mine.part"]) == 0
     assert "custom: mine.part" in capsys.readouterr().out
     assert run_lab(LABS["lab5"], ["--plan", "mine.typo"]) == 2
@@ -420,14 +444,17 @@ exit "${status:-0}"
 """
 
 
-def slurm(folder, *options):
-    """labs/lab8_3d.slurm under a Slurm of ours; returns (exit status, what all agents printed)."""
+def slurm(folder, *options, cpus="2"):
+    """labs/lab8_3d.slurm under a Slurm of ours; returns (exit status, what all agents printed).
+
+    cpus: ranks on each of the two nodes.
+    """
     for name, text in {"srun": SRUN, "scontrol": "#!/bin/bash\necho localhost\n"}.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     path = os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
     job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2"}
-    job |= {"SLURM_CPUS_PER_TASK": "2", "SLURM_TEST": str(folder), "PATH": path}
+    job |= {"SLURM_CPUS_PER_TASK": cpus, "SLURM_TEST": str(folder), "PATH": path}
     command = ["bash", ROOT / "labs" / "lab8_3d.slurm", *map(str, options)]
     run = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT | job, timeout=300)
     return run.returncode, "".join((folder / f"node{node}.out").read_text() for node in (0, 1))
@@ -447,8 +474,8 @@ def test_lab8_on_two_nodes(tmp_path):
 
 def test_bad_input_ends_lab8_on_both_nodes(tmp_path):
     """Rank 0 alone reads the command line: the others, on either node, must not wait for it."""
-    status, printed = slurm(tmp_path, "--tp", 3)
-    found = "error: argument --tp: 3 does not divide the 4 ranks that torchrun started"
+    status, printed = slurm(tmp_path, "--tp", 3, cpus="1")
+    found = "error: argument --tp: 3 does not divide the 2 ranks that torchrun started"
     assert status == 1 and printed.count(found) == 1
 
 

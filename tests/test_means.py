@@ -4,15 +4,12 @@ import copy
 import itertools
 import json
 import math
-import os
 import sys
 from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
-import torch.nn.functional as F
 from conftest import ROOT, changed
 from forks import STRATEGIES
 
@@ -25,36 +22,46 @@ SCRIPTS = {  # their own options
     "tp.py": [],
     "sp_megatron.py": [],
     "sp_ulysses.py": ["--shard-weights"],
-    "pp.py": ["--schedule zb --batch 4"],  # without tiles: see oom_search.apply_means()
+    "pp.py": ["--schedule zb --batch 4"],
 }
-RUNS = [
-    (script, options)
-    for script in STRATEGIES
-    if "class UsageError" in (ROOT / script).read_text()
-    for options in ["", *SCRIPTS[script]]
-]
+RUNS = [(script, options) for script in STRATEGIES for options in ["", *SCRIPTS[script]]]
 
 
-def lab_with(put):
-    """Lab 10 as a module, with some of its text replaced."""
-    lab = oom_search.load(oom_search.LAB)
-    exec(compile(changed(oom_search.LAB, put), oom_search.LAB, "exec"), vars(lab))
-    return lab
+def means_with(put):
+    """Lab 10 and experiments/means.py as modules, with some of their text replaced."""
+    modules = []
+    for file in oom_search.LOADED[:2]:
+        modules.append(oom_search.load(file))
+        own = {old: new for old, new in (put or {}).items() if old in (ROOT / file).read_text()}
+        exec(compile(changed(file, own), file, "exec"), vars(modules[-1]))
+    return modules
 
 
-def expected(lab, script, group, args, recompute, tile):
+def expected(means, script, group, args, recompute, tile, chunks):
     """What a step sends: {(phase, op): [calls, bytes]}."""
-    args = copy.copy(args)
-    args.recompute = "none" if recompute == "none" else "block"
-    rows = script.expected_traffic(args.config, group, args)
-    if tile and group.size() > 1:
-        P, config = group.size(), args.config
-        tokens = math.ceil(args.length / P) if script.STRATEGY == "sp_megatron" else args.length
+    args, P, tiles, again = copy.copy(args), group.size(), 1, recompute != "none"
+    args.recompute = "block" if again else "none"
+    rows, tokens = script.expected_traffic(args.config, group, args), args.length
+    if script.STRATEGY == "sp_megatron":
+        tokens = math.ceil(tokens / P)
+    if tile:
         tiles = math.ceil(tokens / (tile // args.batch))
-        size = P * math.ceil(args.length / P) if script.STRATEGY == "sp_megatron" else args.length
-        size *= args.batch * config.hidden_size * 8  # bytes of one (b, s, h) in float64
-        layers, again = config.num_hidden_layers, recompute != "none"
-        rows += lab.tile_traffic(script.STRATEGY, layers, tiles, size, again)
+    if script.STRATEGY == "sp_megatron":
+        tokens *= P
+    size = args.batch * tokens * args.config.hidden_size * 8  # bytes of one (b, s, h) in float64
+    if P > 1:
+        layers = args.config.num_hidden_layers
+        rows += means.added_traffic(script.STRATEGY, layers, size, again, tiles, chunks)
+    if chunks > 1 and script.STRATEGY == "sp_ulysses":  # each chunk as if it were all heads
+        config = copy.copy(args.config)
+        config.num_attention_heads //= chunks
+        config.num_key_value_heads //= chunks
+        rows = [row for row in rows if row[1] != "all_to_all"]
+        for phase, op, *sizes in script.expected_traffic(config, group, args):
+            if op == "all_to_all":  # and its forward once more, in the backward
+                rows.append((phase, op, *(chunks * size for size in sizes)))
+                if phase == "forward":
+                    rows.append(("backward", op, *(chunks * size for size in sizes)))
     found = defaultdict(lambda: [0, 0])
     for phase, op, calls, size in rows:
         found[phase, op][0] += calls
@@ -88,29 +95,40 @@ def gradients(script, model, parameters, group, args):
     return found
 
 
+def chunks_of_all_ranks(means, script, model, group, args):
+    """In how many chunks of heads attention is taken: 1, and if it can be, more, on every rank."""
+    if getattr(args, "schedule", None) == "zb":
+        return [1]
+    model = script.parallelize(model, group, args)
+    sharing = group.size() if script.STRATEGY == "sp_ulysses" else 1
+    works = script.gather_objects(means.possible_chunks(model, sharing), group)
+    works = sorted(set(works[0]).intersection(*works))
+    return sorted({1, works[len(works) // 2]})
+
+
 def prove(name, options, model, put, file):
     """On every rank: with each combination of means the gradients without any; the traffic."""
-    script, lab, problems = oom_search.load(name), lab_with(put), Counter()
+    script, (lab, means), problems = oom_search.load(name), means_with(put), Counter()
     script.LOSS_CHUNK = 15  # several chunks
     length = {"pp.py": 36}.get(name, 37)
     args = script.parse(["--model", model, "--length", str(length), *options.split()])
     group, args.dtype = script.start(args), "float64"
     gather = getattr(script, "gather_from_sp_region", None)
-    run = lab, script, group, args
+    run, tried = (means, script, group, args), 0
     with script.float64_islands("float64"):
         reference, right = script.load_model(args), None
-        tiles = (None,) if "zb" in options else (None, TILE)
-        for recompute, tile, loss in itertools.product(RECOMPUTE[::-1], tiles, LOSS):
-            args.recompute, args.loss = "none", loss
+        works = chunks_of_all_ranks(means, script, copy.deepcopy(reference), group, args)
+        kinds = RECOMPUTE[::-1], (None, TILE), LOSS, works
+        for recompute, tile, loss, chunks in itertools.product(*kinds):
+            if loss == "full" and chunks > 1:  # attention does not know of the loss
+                continue
+            args.recompute, args.loss, tried = "none", loss, tried + 1
             model = script.parallelize(copy.deepcopy(reference), group, args)
             parameters = list(model.parameters())  # before modules move to other names
             if right is None:
                 right = gradients(script, model, parameters, group, args)
-            lab.apply_means(model, recompute, tile, gather, group)
-            if tile and hasattr(model, "pipeline"):
-                for stage in model.pipeline.stages.values():
-                    lab.tile_norm(stage.decoder, tile)
-            what = f"{recompute}, tile {tile}, {loss}"
+            means.apply_means(lab, model, recompute, tile, chunks, gather, group)
+            what = f"{recompute}, tile {tile}, {loss}, {chunks}"
             found = gradients(script, model, parameters, group, args)
             for a, b in zip(found, right, strict=True):
                 error = (a - b).norm() / max(b.norm(), 1e-3 * right[0].norm())
@@ -119,10 +137,9 @@ def prove(name, options, model, put, file):
                 batch = script.proof_batch(args, group)
                 step = partial(script.train_step, model, *batch, group, args)
                 sent = measured(script, step)
-                problems[f"traffic: {what}"] += sent != expected(*run, recompute, tile)
+                problems[f"traffic: {what}"] += sent != expected(*run, recompute, tile, chunks)
     all_ranks = script.gather_objects([p for p, n in problems.items() if n], group)
     if group.rank() == 0:
-        tried = len(RECOMPUTE) * len(tiles) * len(LOSS)
         Path(file).write_text(json.dumps([tried, sorted(set(sum(all_ranks, [])))]))
 
 
@@ -135,20 +152,23 @@ def try_all(ranks, world, name, options, model, tmp_path, put=None):
     return json.loads(file.read_text())
 
 
-QUICK = ("tp.py", 2), ("sp_megatron.py", 3)  # the others: make prove, and a sample of them CI
-CASES = [(*run, world, model) for run in RUNS for world, model in ((2, "shared_kv"), (3, "bias"))]
+MODELS = (2, "shared_kv"), (2, "own_kv"), (3, "six_kv")
+QUICK = ("tp.py", "shared_kv"), ("sp_megatron.py", "six_kv")  # the others: make prove, CI a sample
+CASES = [(*run, *case) for run in RUNS for case in MODELS]
 CASES = [
-    pytest.param(*case, marks=() if (case[0], case[2]) in QUICK else pytest.mark.slow)
+    pytest.param(*case, marks=() if (case[0], case[3]) in QUICK else pytest.mark.slow)
     for case in CASES
 ]
 
 
 @pytest.mark.parametrize("name,options,world,model", CASES)
 def test_every_combination_is_exact(ranks, tmp_path, name, options, world, model):
-    """37 tokens, 12 heads of 4 or of 1 KV head, on 2 and 3 ranks: nothing divides."""
-    model = "deep" if name == "pp.py" else model  # as many layers as stages, and more
+    """37 tokens, 12 heads of 1, 3 or 6 KV heads, on 2 and 3 ranks: little divides."""
+    if name == "pp.py":  # as many layers as stages, and more
+        model = "deep_untied" if model == "own_kv" else "deep"
     tried, wrong = try_all(ranks, world, name, options, model, tmp_path)
-    assert (tried, wrong) == (8 if "zb" in options else 16, [])
+    chunks = "zb" not in options and (name, world) != ("sp_ulysses.py", 2)
+    assert (tried, wrong) == (24 if chunks else 16, [])
 
 
 NO_WEIGHT_GRADIENT = {"y.backward(dy)": "tile.grad = torch.autograd.grad(y, tile, dy)[0]"}
@@ -160,83 +180,53 @@ KEPT_TOO_LATE = {  # by the tiles themselves: a recomputed layer runs its MLP, t
 OTHER_TOKENS = {
     "out.unflatten(1, (self.world, -1))": "out.unflatten(1, (-1, self.world)).transpose(1, 2)"
 }
-SABOTAGES = [
-    ("tp.py", NO_WEIGHT_GRADIENT, "gradients: none, tile 24, full"),
-    ("tp.py", KEPT_TOO_LATE, "traffic: block, tile 24, chunked"),
-    ("sp_megatron.py", OTHER_TOKENS, "gradients: offload, tile 24, chunked"),
+OTHER_HEADS = {"o_proj, 1, part, parts": "o_proj, 1, parts - 1 - part, parts"}
+SABOTAGES = [  # and what those combinations have in common in which it is seen
+    ("tp.py", NO_WEIGHT_GRADIENT, "gradients: none, tile 24, full, 1", "tile 24"),
+    ("tp.py", KEPT_TOO_LATE, "traffic: block, tile 24, chunked, 1", "tile 24"),
+    ("sp_megatron.py", OTHER_TOKENS, "gradients: offload, tile 24, chunked, 1", "tile 24"),
+    ("sp_megatron.py", OTHER_HEADS, "gradients: none, tile None, chunked, 3", "chunked, 3"),
 ]
 
 
-@pytest.mark.parametrize("name,put,said", SABOTAGES)
-def test_what_is_wrong_is_seen(ranks, tmp_path, name, put, said):
+@pytest.mark.parametrize("name,put,said,where", SABOTAGES)
+def test_what_is_wrong_is_seen(ranks, tmp_path, name, put, said, where):
     _, wrong = try_all(ranks, 2, name, "", "two_kv", tmp_path, put)
-    assert said in wrong and all("tile 24" in problem for problem in wrong), wrong
+    assert said in wrong and all(where in problem for problem in wrong), wrong
 
 
-def peaks(model, put, means, file):
-    """On one rank: {means: live bytes at the peak of a step}, 1,024 tokens."""
-    script, lab, found = oom_search.load("tp.py"), lab_with(put), {}
+def peaks(model, put, combinations, file):
+    """On one rank: {combination: live bytes at the peak of a step}, 1,024 tokens."""
+    script, (lab, means), found = oom_search.load("tp.py"), means_with(put), {}
     args = script.parse(["--model", model, "--length", "1024", "--batch", "1"])
     group, args.dtype = script.start(args), "float32"
-    for recompute, tile in means:
+    for recompute, tile, *chunks in combinations:
         model = script.parallelize(script.load_model(args), group, args)
-        lab.apply_means(model, recompute, tile)
+        means.apply_means(lab, model, recompute, tile, *chunks)
         batch = script.proof_batch(args, group)
         with script.Meter() as meter:
             script.train_step(model, *batch, group, args)
-        found[f"{recompute} {tile}"] = meter.peak
+        found[" ".join(map(str, (recompute, tile, *chunks)))] = meter.peak
         del model
     Path(file).write_text(json.dumps(found))
 
 
 def test_each_means_takes_less(ranks, tmp_path):
-    def found(put, means):
+    def found(put, combinations):
         file = str(tmp_path / "found.json")
-        codes, output = ranks.live(1, peaks, "tiny", put, means, file)
+        codes, output = ranks.live(1, peaks, "tiny", put, combinations, file)
         assert codes == [0], output
         return json.loads(Path(file).read_text())
 
-    ours = found(None, list(itertools.product(RECOMPUTE, (None, 128))))
+    chunks = [("block", 128, 4)]
+    ours = found(None, [*itertools.product(RECOMPUTE, (None, 128)), *chunks])
+    assert ours["block 128 4"] < ours["block 128"]
+    # By keyword an input is kept by checkpoint() itself, for every layer
+    by_name = {"checkpoint(chunk, hidden": "checkpoint(chunk, hidden_states=hidden"}
+    assert ours["block 128 4"] < found(by_name, chunks)["block 128 4"]
     assert ours["block None"] < ours["selective None"] < ours["none None"]
     for recompute in RECOMPUTE:
         assert ours[f"{recompute} 128"] < ours[f"{recompute} None"], ours
     # A policy that keeps what runs in tiles keeps what nobody asks for
     unasked = found({" and torch.is_grad_enabled()": ""}, [("selective", 128)])
     assert ours["selective 128"] < unasked["selective 128"]
-
-
-def by_chunks(chunks, file):
-    """On every rank: attention of 6 KV heads for 12 query heads by chunks, beside one device's."""
-    tp, lab = oom_search.load("tp.py"), oom_search.load(oom_search.LAB)
-    args = tp.parse([])
-    group, P = tp.start(args), int(os.environ["WORLD_SIZE"])
-    torch.manual_seed(0)
-    full = torch.randn(2, 5 * P, 16, dtype=torch.float64)
-    weights = [torch.randn(n * 8, 16, dtype=torch.float64) for n in (12, 6, 6)]
-    right = [x.clone().requires_grad_() for x in (full, *weights)]
-    heads = [F.linear(right[0], w).unflatten(-1, (-1, 8)).transpose(1, 2) for w in right[1:]]
-    out = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
-    expected = out.transpose(1, 2).flatten(2)
-    expected.square().sum().backward()
-    mine = slice(5 * group.rank(), 5 * group.rank() + 5)
-    own = [x.clone().requires_grad_() for x in (full[:, mine], *weights)]
-    with tp.Meter() as meter:
-        got = lab.attend_by_chunks(*own, 8, chunks, group)
-        got.square().sum().backward()
-    pairs = [(got, expected[:, mine]), (own[0].grad, right[0].grad[:, mine])]
-    pairs += [(tp.all_reduce(a.grad, group), b.grad) for a, b in zip(own[1:], right[1:])]
-    errors = [((a - b).norm() / b.norm()).item() for a, b in pairs]
-    everyone = tp.gather_objects((max(errors), dict(meter.calls)), group)
-    if group.rank() == 0:
-        Path(file).write_text(json.dumps(everyone))
-
-
-@pytest.mark.parametrize("world,chunks", [(1, 3), (2, 1), (2, 3), (3, 2)])
-def test_chunks_of_heads_are_exact(ranks, tmp_path, world, chunks):
-    file = str(tmp_path / "found.json")
-    codes, output = ranks.live(world, by_chunks, chunks, file)
-    assert codes == [0] * world, output
-    for error, calls in json.loads(Path(file).read_text()):
-        assert error <= EXACT
-        # Forward, again, backward: q, k, v and the output each; what comes last does not run again
-        assert calls["all_to_all"] == 11 * chunks

@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(ROOT))
 import oom_search  # noqa: E402
+from oom_search import gpu_kernels  # noqa: E402
 
 HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 
@@ -91,8 +92,9 @@ for gpus, options in json.loads(sys.argv[1]):
 @pytest.fixture
 def folder(tmp_path):
     shutil.copy(ROOT / "oom_search.py", tmp_path)
-    (tmp_path / "labs").mkdir()
-    shutil.copy(ROOT / oom_search.LAB, tmp_path / "labs")
+    (tmp_path / "labs" / "experiments").mkdir(parents=True)
+    for file in oom_search.LOADED:
+        shutil.copy(ROOT / file, tmp_path / file)
     return tmp_path
 
 
@@ -355,7 +357,7 @@ def test_adamw_steps_one_parameter_after_another(dtype, state, gradients):
 def kernel(monkeypatch, dtype, heads, kv_heads, d, capability, version="2.13.0+cu130"):
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
     query, key = (torch.empty(1, n, 4, d, dtype=dtype, device="meta") for n in (heads, kv_heads))
-    return oom_search.attention_kernel(query, key, capability)
+    return gpu_kernels.attention_kernel(query, key, capability)
 
 
 KERNELS = [
@@ -378,7 +380,7 @@ def test_the_kernel_is_that_of_a_gpu(monkeypatch, case, name, why):
 
 
 def test_no_prediction_for_a_kernel_that_is_not_known(monkeypatch):
-    with pytest.raises(oom_search.UsageError, match="heads of 288; up to 256 would do"):
+    with pytest.raises(gpu_kernels.UnknownKernel, match="heads of 288; up to 256 would do"):
         kernel(monkeypatch, HALF, 8, 8, 288, 8.0)
 
 
@@ -386,9 +388,11 @@ def test_what_kernels_take_for_themselves():
     """By hand, from PyTorch's sources: b = 2, 4 heads, 100 tokens, d = 80."""
     query, fewer = (torch.empty(2, n, 100, 80, device="meta") for n in (4, 1))
     tiles = 2 * 2 * (16 + 4 * 64 * 64)  # of 64 tokens x 64 numbers, with a lock and a counter
-    assert oom_search.efficient_scratch(None, query, query) == 2 * 4 * (4 * 100 + tiles)
-    assert oom_search.efficient_scratch(None, query, fewer) == 2 * 4 * (400 + tiles + 2 * 100 * 320)
-    assert oom_search.flash_scratch(None, query, query) == 2 * 4 * 4 * 128 * (96 + 1)
+    assert gpu_kernels.efficient_scratch(None, query, query) == 2 * 4 * (4 * 100 + tiles)
+    assert gpu_kernels.efficient_scratch(None, query, fewer) == 2 * 4 * (
+        400 + tiles + 2 * 100 * 320
+    )
+    assert gpu_kernels.flash_scratch(None, query, query) == 2 * 4 * 4 * 128 * (96 + 1)
 
 
 # The real scripts
@@ -402,11 +406,11 @@ def measure_and_predict(model, file):
     os.environ |= {"RANK": "1", "WORLD_SIZE": "4"}
     del os.environ["LOCAL_RANK"]  # a fake rank is alone: it speaks
     oom_search.BLOCK = 1
-    oom_search.SCRATCH.clear()
+    gpu_kernels.SCRATCH.clear()
     common = ["--model", model, "--dtype", "float32", "--attn", "eager", "--batch", "2"]
     common += ["--mode", "benchmark", "--backend", "fake"]
     case = {"how": "predicted", "capability": 8.0, "plain": False, "optimizer": "none"}
-    case |= {"recompute": "block", "tile": None}
+    case |= {"recompute": "block", "tile": None, "head_chunks": 1}
     pairs, steps = [], []
 
     def leave(name):  # what a prediction changes in a script is not for a run
@@ -454,10 +458,12 @@ def test_prediction_is_what_a_run_takes(ranks, tmp_path):
 
 
 ONE = "--strategy tp --nproc 1"
-ZB = "--strategy pp --nproc 2 --model tiny --at 64 --schedule zb --tile 8"
+CHUNKS = "--model tiny --at 64 --head-chunks"  # 8 heads, 4 KV heads
 UNUSABLE = {
+    f"{ONE} {CHUNKS} 3": "--head-chunks 3: 1, 2, 4, 8 would do",
+    f"--strategy ulysses --nproc 2 {CHUNKS} 4": "--head-chunks 4: 1, 2 would do",
+    f"--strategy pp --nproc 2 --schedule zb {CHUNKS} 2": "--head-chunks 2: 1 would do",
     f"{ONE} --model ./nowhere": "no model ./nowhere; these need no download: tiny, ",
-    ZB: "--schedule zb has no tiles: without --tile, or 1f1b, it would do",
     "--strategy plain --nproc 2 --model tiny --at 64": "plain runs on one GPU: --nproc 1 would do",
 }
 

@@ -102,23 +102,28 @@ def check_choose_plan(lab, group, seed):
     message = raised(lab.choose_plan, llama, True, None, True)
     hint = "it would run without SP, and say nothing"
     expect(message, "Hugging Face's plan with SP is not refused", hint)
+    check_registered_plans(lab, llama, seed)
+    mine = chosen(lab, "base", mistral, True)
+    expect(isinstance(mine["model.norm"], SequenceParallel), "not the base plan", "for SP")
+    return "dict, function, paths; HF's; model-specific, wrapped too; base; failures are raised"
+
+
+def check_registered_plans(lab, llama, seed):
+    """Model-specific plans: by the class or one it is derived from; one that fails is raised."""
     wrapped = tiny_model("llama", seed)
     wrapped.__class__ = type("LlamaForCausalLM", (type(llama),), {})
-    hint = "it wants to know about SP"
     for model, sequence_parallel in ((llama, True), (wrapped, False)):
         mine = chosen(lab, "model-specific", model, sequence_parallel)
         right = lab.PLANS["LlamaForCausalLM"](model, sequence_parallel)
         same = mine.keys() == right.keys()
         same = same and repr(mine["model.embed_tokens"]) == repr(right["model.embed_tokens"])
-        expect(same, f"not the plan of LlamaForCausalLM, SP {sequence_parallel}", hint)
+        found = f"not the plan of LlamaForCausalLM, SP {sequence_parallel}"
+        expect(same, found, "it wants to know about SP")
     failing = tiny_model("qwen2", seed)
     lab.PLANS["Qwen2ForCausalLM"] = lambda model, sequence_parallel: {}["missing"]
     with suppress(KeyError):
         _, reason = lab.choose_plan(failing)
         raise Wrong(f"a model-specific plan that fails becomes {reason!r}", FAILS)
-    mine = chosen(lab, "base", mistral, True)
-    expect(isinstance(mine["model.norm"], SequenceParallel), "not the base plan", hint)
-    return "dict, function, paths; HF's; model-specific, wrapped too; base; failures are raised"
 
 
 def check_import_paths(lab, model, name):
@@ -173,6 +178,20 @@ def check_translate_hf_plan(lab, group, seed):
     return f"Qwen3, Phi3, tied Llama by HF's strings: gradients off by {worst:.0e}; unknown refused"
 
 
+def step_by_plan(case, lab, model, plan, group, seed):
+    """What against_one_device() returns; an error of torch's or HF's becomes Wrong, with a hint."""
+    ids = random_ids(seed, uneven_length(DeviceMesh.from_group(group, "cpu")))
+    try:
+        return against_one_device(lab, model, plan, group, ids)
+    except NotImplementedError:  # an exercise not done; it is a RuntimeError
+        raise
+    except RuntimeError as problem:
+        hint = "a plain residual has s/P tokens, and transformers makes positions for so many"
+        if "mixed" in str(problem):
+            hint = "a module without style, or a residual without use_local_output=False"
+        raise Wrong(f"{case}: {str(problem).partition(chr(10))[0]}", hint) from None
+
+
 def check_llama_plan(lab, group, seed):
     worst, layers = 0, SHAPE["num_hidden_layers"]
     edges, loss = 2 * layers + 1, 5  # the loss may take that many small all-reduces
@@ -188,16 +207,8 @@ def check_llama_plan(lab, group, seed):
             left = getattr(plan.get(f"{LAYER}.{name}"), "output_layouts", (tokens,))
             found = f"{case}: {name} leaves {left}, not {tokens}"
             expect(left == (tokens,), found, "o_proj and down_proj leave TOKENS")
-        ids = random_ids(seed, uneven_length(DeviceMesh.from_group(group, "cpu")))
-        try:
-            errors, forward, backward, norms = against_one_device(lab, model, plan, group, ids)
-        except NotImplementedError:  # an exercise not done; it is a RuntimeError
-            raise
-        except RuntimeError as problem:
-            hint = "a plain residual has s/P tokens, and transformers makes positions for so many"
-            if "mixed" in str(problem):
-                hint = "a module without style, or a residual without use_local_output=False"
-            raise Wrong(f"{case}: {str(problem).partition(chr(10))[0]}", hint) from None
+        step = step_by_plan(case, lab, model, plan, group, seed)
+        errors, forward, backward, norms = step
         worst = max(worst, expect_one_device(case, errors))
         x = residual[-1]
         placed = x.placements if isinstance(x, DTensor) else "a plain tensor"

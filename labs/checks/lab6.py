@@ -76,53 +76,71 @@ def check_layer(lab, group, seed, column):
     cases, worst = [(group, 4)] + ([(pair, 1)] if group.rank() < 2 else []), 0
     for (ranks, r), way, parallel in itertools.product(cases, WAYS, (False, True)):
         P, i, o = ranks.size(), uneven(), uneven()
-        full, x, y, dx, dy = one_device(lab, randn, P * uneven(), i, o, r)
-        A, B, W, scale = full.lora_A.weight, full.lora_B.weight, full.weight, full.scale
-        A, B, W = A.detach(), B.detach(), W.detach()
+        known = one_device(lab, randn, P * uneven(), i, o, r)
+        full, x = known[:2]
         case = f"{way}, {'SP' if parallel else 'TP'}, r = {r} on {P} ranks"
-        tokens = partial(share, dim=1 if parallel else None, group=ranks)
-        cut = partial(share, dim=-1, group=ranks)
-        hints = {"the adapter is missing": y - scale * x @ A.T @ B.T, "scale = alpha / r": None}
-        hints["scale = alpha / r"] = hints["the adapter is missing"] + x @ A.T @ B.T
-        if column:
-            layer = lab.ColumnParallelLoRA(full, ranks, way, sequence_parallel=parallel)
-            given, sent = tokens(x), cut(dy)
-            # dx through this rank's part of the adapter
-            own = cut(dy) @ share(B, 0, ranks) @ A * scale
-            base = dy @ W
-            wrong_dx = {
-                "every rank's part goes into dx": cut(dy) @ share(W, 0, ranks) + own,
-                "dx through A is summed over the ranks twice": base + P * dy @ B @ A * scale,
-                "dx through A lacks the other ranks' part": base + own,
-            }
-            hints, wanted = {text: cut(t) for text, t in hints.items()}, cut(y)
-            wrong_dx, wanted_dx = {text: tokens(t) for text, t in wrong_dx.items()}, tokens(dx)
-        else:
-            layer = lab.RowParallelLoRA(full, ranks, way, sequence_parallel=parallel)
-            given, sent = cut(x), tokens(dy)
-            low = cut(x) @ cut(A).T  # this rank's part of it
-            partly = hints["the adapter is missing"] + scale * low @ B.T
-            hints["A's result is a sum over the ranks"] = partly
-            hints["the bias is added on every rank"] = y + (P - 1) * full.bias.detach()
-            hints, wanted = {text: tokens(t) for text, t in hints.items()}, tokens(y)
-            wrong_dx = {"dy is the same on all ranks": P * cut(dx)}
-            wanted_dx = cut(dx)
+        Layer = lab.ColumnParallelLoRA if column else lab.RowParallelLoRA
+        layer = Layer(full, ranks, way, sequence_parallel=parallel)
+        expected = column_parallel if column else row_parallel
+        given, sent, (y, hints), (dx, wrong_dx) = expected(known, ranks, parallel)
         expect(not layer.weight.requires_grad, f"{case}: weight is trained", "the base is frozen")
         mine = given.clone().requires_grad_()
         sizes = column, way, parallel, x[..., 0].numel(), i if column else o, r, P
         forward, backward = expected_messages(*sizes)
         with Traffic() as traffic:
             out = layer(mine)
-        worst = max(worst, expect_close(f"{case}: y", out, wanted, hints=hints))
+        worst = max(worst, expect_close(f"{case}: y", out, y, hints=hints))
         expect_traffic(f"{case}: forward", traffic, forward)
         with Traffic() as traffic:
             out.backward(sent)
-        worst = max(worst, expect_close(f"{case}: dx", mine.grad, wanted_dx, hints=wrong_dx))
+        worst = max(worst, expect_close(f"{case}: dx", mine.grad, dx, hints=wrong_dx))
         expect_traffic(f"{case}: backward", traffic, backward)
         expect(torch.equal(mine, given), f"{case}: x is overwritten")
         worst = max(worst, expect_gradients(case, layer, full, column))
     ways = f"{len(WAYS)} ways, TP and SP, r = 1 on 2 ranks"
     return f"y, dx, dA, dB, off by {worst:.0e}: {ways}; W frozen"
+
+
+def without_adapter(full, x, y):
+    """{hint: y} of an adapter that is missing, or not scaled."""
+    low = x @ full.lora_A.weight.detach().T @ full.lora_B.weight.detach().T
+    missing = y - full.scale * low
+    return {"the adapter is missing": missing, "scale = alpha / r": missing + low}
+
+
+def column_parallel(known, group, parallel):
+    """A rank's x, dy, (y, hints) and (dx, hints) of a column parallel layer; known: one_device()'s.
+
+    parallel: whether it enters with its own tokens only.
+    """
+    full, x, y, dx, dy = known
+    A, B, W = (p.detach() for p in (full.lora_A.weight, full.lora_B.weight, full.weight))
+    tokens = partial(share, dim=1 if parallel else None, group=group)
+    cut, P = partial(share, dim=-1, group=group), group.size()
+    own = cut(dy) @ share(B, 0, group) @ A * full.scale  # dx through this rank's part of B
+    wrong_dx = {
+        "every rank's part goes into dx": cut(dy) @ share(W, 0, group) + own,
+        "dx through A is summed over the ranks twice": dy @ W + P * dy @ B @ A * full.scale,
+        "dx through A lacks the other ranks' part": dy @ W + own,
+    }
+    hints = {text: cut(t) for text, t in without_adapter(full, x, y).items()}
+    wrong_dx = {text: tokens(t) for text, t in wrong_dx.items()}
+    return tokens(x), cut(dy), (cut(y), hints), (tokens(dx), wrong_dx)
+
+
+def row_parallel(known, group, parallel):
+    """The same of a row parallel layer; parallel: whether it leaves its own tokens only."""
+    full, x, y, dx, dy = known
+    A, B = full.lora_A.weight.detach(), full.lora_B.weight.detach()
+    tokens = partial(share, dim=1 if parallel else None, group=group)
+    cut, P = partial(share, dim=-1, group=group), group.size()
+    hints = without_adapter(full, x, y)
+    partly = full.scale * (cut(x) @ cut(A).T) @ B.T  # by this rank's part of A
+    hints["A's result is a sum over the ranks"] = hints["the adapter is missing"] + partly
+    hints["the bias is added on every rank"] = y + (P - 1) * full.bias.detach()
+    hints = {text: tokens(t) for text, t in hints.items()}
+    wrong_dx = {"dy is the same on all ranks": P * cut(dx)}
+    return cut(x), tokens(dy), (tokens(y), hints), (cut(dx), wrong_dx)
 
 
 def expect_gradients(case, layer, full, column):

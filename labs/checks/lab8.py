@@ -110,10 +110,10 @@ def drawn(shape, *key):
 
 def check_loss_scale(lab, group, seed):
     """2 x 1 x 2: replicas and microbatches with different numbers of targets."""
-    sizes, microbatches, s = {"dp": 2, "pp": 1, "tp": 2}, 2, LENGTH - 1  # an even length
+    sizes, s = {"dp": 2, "pp": 1, "tp": 2}, LENGTH - 1  # an even length
     model = tiny_model(1, seed)
     groups = finished.make_groups(sizes, model.config)
-    cut, (_, targets) = copy.deepcopy(model), random_batch(sizes, microbatches, seed)
+    cut, (_, targets) = copy.deepcopy(model), random_batch(sizes, 2, seed)
     finished.parallelize(cut, groups)
     targets = targets[:, :s]
     hidden = drawn((*targets.shape, 32), "hidden", seed).requires_grad_()
@@ -122,42 +122,45 @@ def check_loss_scale(lab, group, seed):
     right.backward()
     rows = finished.replica_rows(len(targets), groups)
     tokens = slice(*split(s, groups["tp"].rank(), 2))
+    own, total = expect_target_count(lab, targets, rows, groups)
+    mine = hidden.detach()[rows, tokens].clone().requires_grad_()
+    parts, means = microbatch_losses(lab, cut, mine, targets[rows], total, groups)
+    parts.backward()
+    whole = right.detach()
+    hint = "a mean of the microbatches' means weights a target by how few others it has beside it"
+    hints = {hint: means, f"{hint}; and they are added up undivided": 4 * means}
+    hints["the sum is not divided by count"] = whole * total
+    hints["count is that of all microbatches and replicas already"] = whole / 2
+    loss = all_reduce(parts.detach(), groups["dp"])
+    error = expect_close("the sum of all parts", loss, whole, hints=hints)
+    expect_close("the gradient of hidden", mine.grad, hidden.grad[rows, tokens])
+    return f"mean over {total} targets, {own} of them on this replica; off by {error:.0e}"
+
+
+def expect_target_count(lab, targets, rows, groups):
+    """(targets of this replica's rows, of all); raises Wrong unless the learner's count is that."""
     own, total = (targets[rows] != IGNORE).sum().item(), (targets != IGNORE).sum().item()
     count = int(lab.target_count(targets[rows], groups))
     hints = {own: "these are this replica's: sum over dp", targets.numel(): "IGNORE is no target"}
     hints[2 * total] = "the ranks of tp have the same targets: sum over dp alone"
-    found = f"{count} targets on rank {group.rank()}, not {total}"
+    found = f"{count} targets on a rank with {own} of its own, not {total}"
     expect(count == total, found, hints.get(count, ""))
-    mine = hidden.detach()[rows, tokens].clone().requires_grad_()
-    parts, means, own_mean = [], [], []
-    for m in range(microbatches):
-        r = slice(*split(len(mine), m, microbatches))
+    return own, total
+
+
+def microbatch_losses(lab, model, hidden, targets, count, groups):
+    """(the sum of a replica's two losses, the mean of all replicas' means); as little is sent."""
+    parts, means = [], []
+    for m in range(2):
+        r = slice(*split(len(hidden), m, 2))
         with Traffic() as traffic:
-            parts.append(lab.microbatch_loss(cut, mine[r], targets[rows][r], total, groups))
+            parts.append(lab.microbatch_loss(model, hidden[r], targets[r], count, groups))
         with torch.no_grad(), Traffic() as enough:
-            loss = finished.token_loss(cut, mine[r], targets[rows][r], groups["tp"])
+            loss = finished.token_loss(model, hidden[r], targets[r], groups["tp"])
         sent, least = (sum(b for _, b in t.ops.values()) for t in (traffic, enough))
         expect(sent <= least, f"{sent} bytes sent for a loss; {least} do", "token_loss, once")
-        means.append(loss / (targets[rows][r] != IGNORE).sum() / microbatches / 2)
-        own_mean.append(loss / own / 2)
-    sum(parts).backward()
-
-    def batch(losses):
-        return all_reduce(sum(losses).detach(), groups["dp"])
-
-    whole, others = right.detach(), "weights a target by how few others it has beside it"
-    mean_of_means = f"a mean of the microbatches' means {others}"
-    hints = {
-        mean_of_means: batch(means),
-        f"{mean_of_means}; and they are added up undivided": 4 * batch(means),
-        f"a mean of the replicas' means {others}": batch(own_mean),
-        "the sum is not divided by count": whole * total,
-        "count is that of all microbatches already": whole / microbatches,
-        "count is that of all replicas already": whole / 2,
-    }
-    error = expect_close("the sum of all parts", batch(parts), whole, hints=hints)
-    expect_close("the gradient of hidden", mine.grad, hidden.grad[rows, tokens])
-    return f"mean over {total} targets, {own} of them on this replica; off by {error:.0e}"
+        means.append(loss / (targets[r] != IGNORE).sum())
+    return sum(parts), all_reduce(sum(means), groups["dp"]) / 4
 
 
 def shards(sizes, seed):

@@ -196,10 +196,10 @@ def check_zero2(lab, group, seed):
 def noted_lends(lab):
     """alive(most): the bytes of all that units ever lent and that still exist.
 
-    It waits up to 5 seconds for them to be no more than `most`: gloo's own thread holds what it
-    gathered for a moment longer than wait() takes.
+    It waits for them to be no more than `most`, up to 3 seconds in all: gloo's own thread holds
+    what it gathered for a moment longer than wait() takes.
     """
-    memory, lend = {}, lab.Unit.lend
+    memory, lend, patience = {}, lab.Unit.lend, [3.0]
 
     def noting_lend(unit):
         storage = unit.full.untyped_storage()
@@ -207,10 +207,12 @@ def noted_lends(lab):
         lend(unit)
 
     def alive(most):
-        end = time.monotonic() + 5
+        begin = time.monotonic()
         while True:
             nbytes = sum(there().nbytes() for there in memory.values() if there() is not None)
-            if nbytes <= most or time.monotonic() > end:
+            waited = time.monotonic() - begin
+            if nbytes <= most or waited > patience[0]:
+                patience[0] -= waited
                 return nbytes
             time.sleep(0.001)
 
@@ -254,29 +256,32 @@ def check_zero3(lab, group, seed):
     return f"{follow_both(lab, group, 3, seed)}; each layer freed, and gathered again"
 
 
-def check_prefetch(lab, group, seed):
-    model, units, _ = start(lab, group, 3, seed, True)
-    ids, layers, found, begun = torch.randint(30, (1, TOKENS)), units[1:], [], []
+def watch_layers(model, layers, waits):
+    """(wrong, begun), filled while the model runs: [(found, hint)], the gathers under way.
+
+    While a layer computes its weights are there, and its neighbour's gather has begun and is not
+    awaited: it is not among waits.
+    """
+    wrong, begun = [], []
 
     def look(i, other, phase):
-        """While layer i computes: is it there, and the other one begun and not awaited?"""
         there = {j for j, u in enumerate(layers) if u.full is not None or u.coming is not None}
-        where = f"{phase}: while layer {i} computes"
+        where, coming = f"{phase}: while layer {i} computes", None
+        if other in range(len(layers)):
+            coming = layers[other].coming
         if layers[i].full is None:
-            found.append((f"{where} its weights are not there", "gather() first"))
+            wrong.append((f"{where} its weights are not there", "gather() first"))
         elif there - {i, other}:
             kept = f"{where} layers {sorted(there)} are gathered"
-            found.append((kept, "free() behind the forward; begin() one neighbour, no more"))
+            wrong.append((kept, "free() behind the forward; begin() one neighbour, no more"))
+        elif other in there and (not coming or any(w is coming[1] for w in waits)):
+            awaited = f"{where} layer {other}'s gather has been awaited"
+            wrong.append((awaited, "begin() returns at once; gather() waits, in its turn"))
+        elif coming:
+            begun.append(coming[1])
         elif other in range(len(layers)):
-            coming = layers[other].coming
-            if layers[other].full is not None or (coming and any(w is coming[1] for w in waits)):
-                awaited = f"{where} layer {other}'s gather has been awaited"
-                found.append((awaited, "begin() returns at once; gather() waits, in its turn"))
-            elif coming is None:
-                late = f"{where} layer {other}'s gather has not begun"
-                found.append((late, "begin() the neighbour's before this layer's work"))
-            else:
-                begun.append(coming[1])
+            late = f"{where} layer {other}'s gather has not begun"
+            wrong.append((late, "begin() the neighbour's before this layer's work"))
 
     for i, layer in enumerate(model.model.layers):
         layer.self_attn.register_forward_pre_hook(lambda *_, i=i: look(i, i + 1, "forward"))
@@ -285,7 +290,14 @@ def check_prefetch(lab, group, seed):
             y.register_hook(lambda _: look(i, i - 1, "backward"))
 
         layer.mlp.register_forward_hook(at_output)
+    return wrong, begun
+
+
+def check_prefetch(lab, group, seed):
+    model, units, _ = start(lab, group, 3, seed, True)
+    ids = torch.randint(30, (1, TOKENS))
     with noted_waits() as waits, Traffic() as traffic:
+        wrong, begun = watch_layers(model, units[1:], waits)
         units[0].begin()
         units[0].begin()
         work = (units[0].coming or [None])[-1]
@@ -297,8 +309,8 @@ def check_prefetch(lab, group, seed):
         expect(calls == 1, f"{calls} gathers of one unit", "nothing where it is here, or coming")
         hint = "gather() before a layer computes, in the forward and in the backward"
         attempt("a step", hint, lambda: loss_of(model, ids).backward())
-    if found:
-        raise Wrong(*found[0])
+    if wrong:
+        raise Wrong(*wrong[0])
     lost = [work for work in begun if not any(other is work for other in waits)]
     expect(not lost, f"{len(lost)} gathers are never awaited", "gather() waits for begin()'s work")
     wanted = expected_bytes([unit.size for unit in units], group.size(), 3, 1)

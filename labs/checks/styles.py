@@ -132,9 +132,12 @@ def check_rotary_style(lab, group, seed):
         except NotImplementedError:  # an exercise not done; it is a RuntimeError
             raise
         except (RuntimeError, IndexError) as problem:
-            n = f"{seen[0][0].shape[1]} tokens" if seen else "no tokens"
+            shape = tuple(seen[0][0].shape) if seen else ()
             hint = "gather the positions of all tokens: (1, s)"
-            raise Wrong(f"{case}: cos has {n}, q 12: {problem}", hint) from None
+            if shape[:1] != (1,):
+                hint = "position_ids have two dimensions: (1, s)"
+            found = f"{case}: cos of shape {shape}, q of 12 tokens"
+            raise Wrong(f"{found}: {str(problem).partition(chr(10))[0]}", hint) from None
         hints = {"every rank counts from 0: add rank * n": torch.cat([cos[:, :6]] * 2, 1)}
         hints |= {} if not given else {"keep positions that are given": seen[0][0]}
         expect_close(f"{case}: cos", seen[0][0], cos, 1e-6, hints)

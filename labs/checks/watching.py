@@ -28,23 +28,29 @@ def short_lived(group, seconds):
     return dist.new_group(dist.get_process_group_ranks(group), timeout=timedelta(seconds=seconds))
 
 
+def loss_curve(model, optimizer, loss_of, scale, steps):
+    """The losses of so many steps, all gradients times scale. loss_of(model) -> loss"""
+    losses = []
+    for _ in range(steps):
+        loss = loss_of(model)
+        optimizer.zero_grad()
+        loss.backward()
+        for parameter in model.parameters():
+            parameter.grad *= scale
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
 def check_adam_hides_scale(lab, group, seed):
     """A small model, its gradients right, doubled, halved: the loss falls, the curves part."""
     x, target = numbers(seed, 64, 8), numbers(seed, 64, 8).argmax(1)
 
     def losses(scale):
         torch.manual_seed(seed)
-        model, seen = nn.Linear(8, 8), []
+        model = nn.Linear(8, 8)
         optimizer = lab.right_adam_hides_scale(model.parameters())
-        for _ in range(20):
-            loss = F.cross_entropy(model(x), target)
-            optimizer.zero_grad()
-            loss.backward()
-            for parameter in model.parameters():
-                parameter.grad *= scale
-            optimizer.step()
-            seen.append(loss.detach())
-        return torch.stack(seen)
+        return loss_curve(model, optimizer, lambda m: F.cross_entropy(m(x), target), scale, 20)
 
     right = losses(1)
     expect(right[-1] < 0.95 * right[0], "the loss does not fall", "choose a larger learning rate")

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 from checks.lab3 import CHECKS, IGNORE, all_reduce
-from checks.watching import short_lived
+from checks.watching import loss_curve, short_lived
 from experiments.attention import Exchange, all_gather, reduce_scatter
 from harness import Traffic, Wrong, on_ranks, table
 from pictures import BLUE, GREY, RED, picture
@@ -167,16 +167,8 @@ def try_adam_hides_scale(way, group, seed):
 
     def losses(scale):
         model, ids = tiny_llama(seed), tokens(seed)
-        optimizer, seen = way["adam_hides_scale"](model.parameters()), []
-        for _ in range(10):
-            loss = model(input_ids=ids, labels=ids).loss
-            optimizer.zero_grad()
-            loss.backward()
-            for parameter in model.parameters():
-                parameter.grad *= scale
-            optimizer.step()
-            seen.append(loss.detach())
-        return torch.stack(seen)
+        optimizer = way["adam_hides_scale"](model.parameters())
+        return loss_curve(model, optimizer, lambda m: m(input_ids=ids, labels=ids).loss, scale, 10)
 
     right, double = losses(1), losses(2)
     apart = ((double - right) / right).abs().max().item()

@@ -63,6 +63,11 @@ def prepare(lab, model, group, way):
     return step, parts
 
 
+def all_ways_on_rank(group, lab, seed):
+    """{way: the largest relative error of a rank's weights after STEPS steps, tied and not}."""
+    return {way: one_device_on_rank(group, lab, seed, way) for way in WAYS}
+
+
 def one_device_on_rank(group, lab, seed, way):
     """The largest relative error of a rank's weights after STEPS steps in a way, tied and not."""
     rank, world, worst = group.rank(), group.size(), 0
@@ -105,23 +110,17 @@ def memory_on_rank(group, lab, seed, way):
     return {"peak": alive.peak, "curve": [int(b.max()) for b in bins if len(b)], "sent": sent}
 
 
-def config_of(sizes, tied):
-    return LlamaConfig(**sizes, tie_word_embeddings=tied)
-
-
 def against_one_device(lab, args):
     """Each way's weights after STEPS steps: ({way: error}, what is off)."""
-    errors, off = {}, []
-    for way, name in WAYS.items():
-        errors[name] = max(on_ranks(args.ranks, one_device_on_rank, lab, args.seed, way))
-        if not errors[name] <= EXACT:
-            off.append(f"{name}: weights are off by {errors[name]:.0e}")
-    return errors, off
+    ranks = on_ranks(args.ranks, all_ways_on_rank, lab, args.seed, timeout=120)
+    errors = {name: max(rank[way] for rank in ranks) for way, name in WAYS.items()}
+    wrong = [(name, error) for name, error in errors.items() if not error <= EXACT]
+    return errors, [f"{name}: weights are off by {error:.0e}" for name, error in wrong]
 
 
 def predictions(lab, rank, world, way):
     """(bytes of each part, bytes of each collective) that the formulas give."""
-    config = config_of(SIZES, True)
+    config = LlamaConfig(**SIZES, tie_word_embeddings=True)
     if way == FSDP:
         return fully_shard_memory(lab, config, TOKENS, rank, world)
     memory = lab.memory(config, TOKENS, rank, world, way)
@@ -181,7 +180,7 @@ def wire(sent, world):
 
 def scaling():
     """{stage: GiB of model state of Llama-3.1-8B on rank 0 of each of WORLDS}, predicted."""
-    config = config_of(LARGE, False)
+    config = LlamaConfig(**LARGE, tie_word_embeddings=False)
     found, gib = {}, 1 << 30
     for stage in range(4):
         each = [finished.memory(config, 1, 0, world, stage) for world in WORLDS]

@@ -18,6 +18,14 @@ const FORMULAS = {
   all_to_all: "(P-1)/P n",
   gather_and_add: "(P-1) n",
 };
+const RING = "Each step costs the latency a and the time of n/P bytes: (P-1) (a + b n/P).";
+const TIMES = {
+  reduce_scatter: RING,
+  all_gather: RING,
+  all_to_all: RING,
+  all_reduce: "A reduce-scatter and an all-gather, P-1 steps each: 2 (P-1) (a + b n/P). Gather and add: (P-1) (a + b n).",
+  gather_and_add: "P-1 steps, each with all n bytes: (P-1) (a + b n). The ring: 2 (P-1) (a + b n/P).",
+};
 const MEANINGS = {
   reduce_scatter: "Each chunk collects the addends of one rank after the other and ends as a sum on one rank.",
   all_gather: "Each rank sends on what it received last, and keeps what passes.",
@@ -44,20 +52,21 @@ const bytesOf = (run, steps, message) =>
 const timeOf = (run, steps, message, latency, bandwidth) =>
   steps * latency * 1e-6 + bytesOf(run, steps, message) / (bandwidth * 1e9);
 
-// Where a rank and its cells are: on an ellipse, or in rows on a phone.
+// Where a rank and its cells are: on an ellipse, or in rows on a narrow page.
 function ringPlaces(P, narrow) {
-  const cell = narrow ? Math.min(40, 280 / P) : Math.min(34, 136 / P + 4);
+  const width = columnWidths()[0];
+  const cell = Math.min(narrow ? 80 : 40, narrow ? (width - 76) / P : (width / 760) * (136 / P + 4));
   const high = narrow ? 20 : 22;
-  const width = narrow ? 360 : 760;
-  const height = narrow ? P * 72 : 470;
+  const height = narrow ? P * 72 : 452;
   const corner = (r) => {
     if (narrow) return { x: 66, y: 8 + r * 72 };
     const angle = (2 * Math.PI * r) / P - Math.PI / 2;
-    return { x: 380 + (376 - (cell * P) / 2) * Math.cos(angle) - (cell * P) / 2, y: 228 + 182 * Math.sin(angle) - high };
+    const [x, y] = [width / 2 - (cell * P) / 2, 220];
+    return { x: x + (x - 4) * Math.cos(angle), y: y + 174 * Math.sin(angle) - high };
   };
   // row 0: what the rank had at first, row 1: its result
   const at = (r, row, column) => ({ x: corner(r).x + column * cell, y: corner(r).y + row * (high + 4), w: cell - 2, h: high });
-  return { width, height, corner, at, cell, high };
+  return { width, height, narrow, at, corner };
 }
 
 // The column of a cell: its chunk; after an all-to-all, the rank that it comes from
@@ -92,7 +101,7 @@ function rankBox(run, op, r, step, spots) {
     return svg("rect", { x: spot.x, y: spot.y, width: spot.w, height: spot.h, class: "outline" });
   });
   const name = spots.corner(r);
-  const place = spots.width < 400 ? { x: 4, y: name.y + 27 } : { x: name.x, y: name.y - 6 };
+  const place = spots.narrow ? { x: 0, y: name.y + 27 } : { x: name.x, y: name.y - 6 };
   return svg("g", tip(words),
     svg("text", { ...place, class: "rank" }, `rank ${r}`),
     had.map((cell) => chunkBox(cell, spots.at(r, 0, cell[0]), { class: "had" })),
@@ -121,12 +130,24 @@ function chunkFlights(run, op, step, spots) {
   });
 }
 
+// What happens in a step, and why: told of rank 0.
 function collectiveWords(run, op, step) {
+  const P = run.length;
   if (step === 0) return MEANINGS[op];
   const [to, sent] = run[0][step];
-  const what = sent.length > 1 ? `chunks ${sent.map(([chunk]) => letter(chunk)).join(", ")} of rank 0` : chunkWords(sent[0]);
-  const more = step === run[0].length - 1 ? " That was the last step." : "";
-  return `Step ${step}: every rank sends and receives. Rank 0 sends ${what}, to rank ${to}.${more}`;
+  const what = sent.length > 1 ? "all its chunks" : `chunk ${letter(sent[0][0])}`;
+  const added = inMask(sent[0][1]);
+  const adds = `Rank 0 sends ${what}, ${added.length > 1 ? `the sum over ranks ${added.join(", ")}` : "its own"}, to rank ${to}, which adds its own to it: ` +
+    `after ${P - 1} steps the chunk has passed all ranks.`;
+  const passes = `Rank 0 sends ${what}${step === 1 ? "" : ", which came last,"} on to rank ${to}, which lacks it: after ${P - 1} steps it has passed all ranks.`;
+  const why = {
+    reduce_scatter: adds,
+    all_gather: passes,
+    all_reduce: step < P ? adds : passes.replace(what, `the sum of ${what}`).replace(", which came last,", step === P ? "" : ", which came last,"),
+    all_to_all: `Rank 0 sends ${what}, which is meant for rank ${to}; in each step it has another partner, so no two send to the same rank.`,
+    gather_and_add: `Rank 0 sends ${what} to rank ${to}, which adds them to its own; every other rank needs them too, so they are sent again in each step.`,
+  };
+  return `Step ${step}: ${why[op]} All ranks do this at the same time.`;
 }
 
 function collectivePicture(run, op, step, words) {
@@ -140,7 +161,7 @@ function collectivePicture(run, op, step, words) {
 
 // Time against the size of the message, both on logarithmic axes.
 function timeChart(curves, message) {
-  const [width, height, left, bottom] = [440, 276, 52, 236];
+  const [width, height, left, bottom] = [columnWidths()[1], 270, 54, 228];
   const times = curves.flatMap(({ time }) => MESSAGES.map(time));
   const [low, high] = [Math.floor(Math.log10(Math.min(...times))), Math.ceil(Math.log10(Math.max(...times)))];
   const x = (n) => left + ((Math.log2(n) - 10) / 20) * (width - left - 28);
@@ -159,17 +180,18 @@ function timeChart(curves, message) {
       svg("circle", { cx: x(message), cy: y(time(message)), r: 5, class: `dot ${look}`, ...tip(`${name}: ${duration(time(message))}`) })]));
 }
 
-function timeWords(P, latency, bandwidth) {
-  const ring = "Ring: 2 (P-1) (a + b n/P). Gather and add: (P-1) (a + b n).";
-  if (P === 2) return `${ring} On 2 ranks gather and add sends no more, in half the steps.`;
+function timeWords(op, P, latency, bandwidth) {
+  if (op !== "all_reduce" && op !== "gather_and_add") return TIMES[op];
+  if (P === 2) return `${TIMES[op]} On 2 ranks gather and add sends no more, in half the steps.`;
   const equal = (latency * 1e-6 * bandwidth * 1e9) / (1 - 2 / P);
-  return `${ring} Equal at n = a / (b (1 - 2/P)) = ${bytes(equal)}: below it fewer steps win, above it fewer bytes.`;
+  return `${TIMES[op]} Equal at n = a / (b (1 - 2/P)) = ${bytes(equal)}: below it fewer steps win, above it fewer bytes.`;
 }
 
 view({
   id: "collectives",
   title: "Collectives",
-  lead: "All that ranks say to one another, made of sends alone: which chunk goes where at each step, and how long that takes.",
+  lead: "Collectives made of sends alone: which chunk goes to which rank at each step, and how long that takes.",
+  course: ["lab 1"],
   bare: "op",
   state: { op: "reduce_scatter", P: 4, step: 1, n: 2 ** 20, latency: 10, bandwidth: 25 },
   values: {
@@ -188,10 +210,11 @@ view({
         return timeOf(other, other[0].length - 1, size, latency, bandwidth);
       },
     });
-    const curves = [curve("ring", "ring", "all_reduce"), curve("gather and add", "gather", "gather_and_add")];
+    const two = op === "all_reduce" || op === "gather_and_add";
+    const curves = two ? [curve("ring", "ring", "all_reduce"), curve("gather and add", "gather", "gather_and_add")] : [curve(plain(op), "ring", op)];
     say(words);
     root.append(
-      html("div", { class: "controls" },
+      html("div", { class: "controls dense" },
         choice("Operation", "op", OPERATION_NAMES), slider("Ranks", "P", [2, 3, 4, 5, 6, 7, 8]),
         player("step", steps + 1, 3000)),
       html("p", { class: "words" }, words),
@@ -205,7 +228,7 @@ view({
             figure(duration(timeOf(run, step, n, latency, bandwidth)), "time so far"),
             figure(duration(timeOf(run, steps, n, latency, bandwidth)), "in all"))),
         html("section", { "aria-label": "Time" },
-          html("h2", {}, "How long: an all-reduce, two ways"),
+          html("h2", {}, two ? "How long: an all-reduce, two ways" : `How long: ${OPERATION_NAMES[op]}`),
           html("div", { class: "controls" },
             slider("Message n", "n", MESSAGES, bytes),
             slider("Latency a", "latency", LATENCIES, (us) => `${us} µs`),
@@ -213,7 +236,6 @@ view({
           timeChart(curves, n),
           html("div", { class: "figures" },
             curves.map(({ name, look, time }) => figure(duration(time(n)), html("span", { class: `key ${look}` }, name)))),
-          html("p", { class: "note" }, `A step with m bytes takes a + b m. ${timeWords(P, latency, bandwidth)} `,
-            html("a", { href: "../labs/README.md#lab-1-collectives-from-send-and-receive" }, "Lab 1"), " builds and measures it."))));
+          html("p", { class: "note" }, timeWords(op, P, latency, bandwidth)))));
   },
 });

@@ -15,22 +15,170 @@ const HOLDS = {
   replicated: "replicated",
   "partial sum": "partial sum",
 };
+// The block, in order: what its boxes say, and the steps of sp_layout_sim.py in each; no words where some
+// layout sends a message
+const STATIONS = [
+  ["norm", "norm 1"], ["", "enter attention"], ["qkv", "qkv"], ["", "qkv of heads"], ["", "keys and values"],
+  ["attention", "attention of heads"], ["attention", "attention"], ["o", "o"], ["", "leave attention"], ["+", "dropout 1", "residual"],
+  ["norm", "norm 2"], ["", "enter mlp"], ["up", "up"], ["silu", "silu"], ["down", "down"], ["", "leave mlp"], ["+", "dropout 2", "y"],
+  ["", "gradients"],
+];
+// The moments to look at first: what they show, phase, step
+const HIGHLIGHTS = {
+  tp: [
+    ["own heads", "forward", "qkv"], ["partial sums", "forward", "o"], ["all-reduce", "forward", "leave attention"],
+    ["own features", "forward", "up"], ["all-reduce", "forward", "leave mlp"], ["all-reduce of a gradient", "backward", "enter mlp"],
+  ],
+  sp: [
+    ["own tokens", "forward", "norm 1"], ["all-gather", "forward", "enter attention"], ["own heads", "forward", "qkv"],
+    ["partial sums", "forward", "o"], ["reduce-scatter", "forward", "leave attention"],
+    ["gathered again", "backward", "enter mlp"], ["gradients of the norms", "gradients", "gradients"],
+  ],
+  ulysses: [
+    ["own tokens", "forward", "norm 1"], ["all-to-all", "forward", "qkv of heads"], ["own heads", "forward", "attention of heads"],
+    ["all-to-all, back", "forward", "attention"], ["an MLP without messages", "forward", "up"],
+    ["gradients of all weights", "gradients", "gradients"],
+  ],
+  cp: [
+    ["own tokens", "forward", "norm 1"], ["keys and values go round", "forward", "keys and values"],
+    ["all tokens seen", "forward", "attention"], ["an MLP without messages", "forward", "up"],
+    ["gradients go round", "backward", "keys and values"], ["gradients of all weights", "gradients", "gradients"],
+  ],
+};
+// What happens in a step and why, by phase and step. Where layouts differ, by layout, by what is sharded
+// (weights: tp and sp; tokens alone: ulysses and cp), or of all others. Of two sentences the second is of
+// an all-reduce's second half. {part}: heads or features.
+const OWN_TOKENS = "works on one token at a time, so each rank does it for its own tokens and nothing is sent.";
+const WHY = {
+  forward: {
+    norm: {
+      tp: "Every rank normalizes all tokens: the same work on each, since each has all of them.",
+      all: `A norm ${OWN_TOKENS}`,
+    },
+    enter: {
+      tp: "Nothing is sent, since every rank already has all tokens, which its own {part} are computed from.",
+      sp: "Each rank sends its tokens to all others, since every rank computes its own {part} from all tokens.",
+    },
+    qkv: {
+      weights: "Each rank multiplies all tokens by its own columns of the weights, so it gets queries, keys and values of its own heads.",
+      tokens: "Each rank computes queries, keys and values of its own tokens, for all heads, since it has all weights.",
+    },
+    "qkv of heads": "Each rank sends its tokens' queries, keys and values of some heads to the rank of those heads, since attention needs all tokens of a head in one place.",
+    "attention of heads": "Each rank lets its own heads look at all tokens. Heads need nothing of one another, so nothing is sent.",
+    "keys and values": "Each rank sends the keys and values that it has just used on to the next rank, since every token needs those of all tokens.",
+    attention: {
+      weights: "Each rank lets its own heads look at all tokens. Heads need nothing of one another, so nothing is sent.",
+      ulysses: "Each rank sends every other rank that rank's tokens, since the next product needs all heads of a token in one place.",
+      cp: "Each rank has met the keys and values of all ranks, so it has the attention of its own tokens to all tokens.",
+    },
+    o: {
+      weights: "Each rank multiplies its heads by its own rows of the weight. That gives partial sums: only the sum over the ranks is right.",
+      tokens: `This product ${OWN_TOKENS}`,
+    },
+    leave: {
+      tp: [
+        "Each rank sends every other rank some tokens of its partial sums and adds up what it receives, since only the sum over the ranks is right.",
+        "Each rank sends the tokens that it has added up to all others, since every rank goes on with all tokens.",
+      ],
+      sp: "Each rank sends every other rank that rank's tokens of its partial sums and adds up what it receives: only the sum is right, and what follows needs a rank's own tokens only.",
+    },
+    dropout: {
+      tp: "Every rank drops the same numbers of all tokens: replicas must stay equal, so all need the same random numbers.",
+      all: `Dropout ${OWN_TOKENS}`,
+    },
+    residual: {
+      tp: "Every rank adds what came in before the norm, to all tokens: the same work on each.",
+      all: `Adding what came in before the norm ${OWN_TOKENS}`,
+    },
+    up: {
+      weights: "Each rank multiplies all tokens by its own columns of the weight, so it gets its own features of every token.",
+      tokens: `An MLP ${OWN_TOKENS}`,
+    },
+    silu: "SiLU works on one number at a time, so each rank applies it to the numbers that it has and nothing is sent.",
+    down: {
+      weights: "Each rank multiplies its features by its own rows of the weight. That gives partial sums: only the sum over the ranks is right.",
+      tokens: `This product, too, ${OWN_TOKENS}`,
+    },
+    y: {
+      tp: "Every rank adds what came in before the norm, to all tokens, so y, the input of the next block, is on every rank.",
+      all: "Each rank adds what came in before the norm, to its own tokens: y is sharded as x was, so the next block can follow.",
+    },
+  },
+  backward: {
+    y: "A sum's gradient is that of both addends, so every rank passes it on as it is, to the MLP and past it.",
+    dropout: "The gradient goes on where the forward dropped nothing; each rank knows what it dropped, so nothing is sent.",
+    leave: {
+      tp: "Nothing is sent, since the gradient of a sum is that of each addend, and every rank has it.",
+      sp: "Each rank sends the gradients of its tokens to all others, since its own {part} had a share in all tokens. So a reduce-scatter's backward is an all-gather.",
+    },
+    down: {
+      weights: "Each rank multiplies the gradients of all tokens by its own weights, so it gets those of its own features.",
+      tokens: `The gradient of this product ${OWN_TOKENS}`,
+    },
+    silu: "SiLU works on one number at a time, and so does its gradient: nothing is sent.",
+    again: "Each rank sends its tokens to all others once more: the weights' gradients need all tokens, and to save memory a rank has kept only its own.",
+    up: {
+      weights: "Each rank computes what its own features add to every token's gradient. That gives partial sums, since the others' features used the same tokens.",
+      tokens: `The gradient of an MLP ${OWN_TOKENS}`,
+    },
+    enter: {
+      tp: [
+        "Each rank sends every other rank some tokens of its partial sums and adds up what it receives, since all ranks' {part} used the same input.",
+        "Each rank sends the tokens that it has added up to all others, since every rank goes on with the gradients of all tokens.",
+      ],
+      sp: "Each rank sends every other rank that rank's tokens of its partial sums and adds up what it receives, since all ranks' {part} used them. So an all-gather's backward is a reduce-scatter.",
+    },
+    norm: "A norm's gradient needs one token at a time, so nothing is sent; the gradient that went past is added.",
+    residual: "A sum's gradient is that of both addends, so every rank passes it on as it is, to attention and past it.",
+    o: {
+      weights: "Each rank multiplies the gradients of all tokens by its own weights, so it gets those of its own heads.",
+      tokens: `The gradient of this product ${OWN_TOKENS}`,
+    },
+    attention: {
+      weights: "Each rank computes the gradients of its own heads' queries, keys and values. Heads need nothing of one another, so nothing is sent.",
+      ulysses: "Each rank sends its tokens' gradients of some heads to the rank of those heads, since their backward needs all tokens: an all-to-all's backward is an all-to-all.",
+      cp: "Each rank now has all gradients of its own tokens' queries, keys and values, since those that went round came home with every rank's share.",
+    },
+    "attention of heads": "Each rank computes the gradients of its own heads' queries, keys and values. Heads need nothing of one another, so nothing is sent.",
+    "keys and values": "Each rank sends keys and values on once more, since every rank's gradients need those of all tokens, and it kept its own only.",
+    "gradients of keys and values": "Each rank adds its own share to the gradients of the keys and values that it has, and sends them on, since they belong to the rank whose tokens these are.",
+    "qkv of heads": "Each rank sends every other rank that rank's tokens' gradients, since the product before needs all heads of a token in one place.",
+    qkv: {
+      weights: "Each rank computes what its own heads add to every token's gradient. That gives partial sums, since the others' heads used the same tokens.",
+      tokens: `The gradient of this product ${OWN_TOKENS}`,
+    },
+  },
+  gradients: {
+    gradients: {
+      sp: [
+        "Each rank sends pieces of its gradients of the norms' weights and of the biases, and adds up what it receives: these weights are replicated, but each rank saw its own tokens only.",
+        "Each rank sends its piece of the sum to all others, since replicated weights need the same gradient everywhere.",
+      ],
+      tokens: [
+        "Each rank sends pieces of its gradients of all weights, and adds up what it receives: the weights are replicated, but each rank saw its own tokens only.",
+        "Each rank sends its piece of the sum to all others, since replicated weights need the same gradient everywhere.",
+      ],
+    },
+  },
+};
 const plain = (name) => name.replaceAll("_", "-"); // all-gather, as people write it
 
 // How the ranks hold a tensor; keys and values that go round are not their own
 const heldBy = ([, holds, , , , owners]) => (owners.every((owner, r) => owner === r) ? HOLDS[holds] : "others' tokens");
 
-// Where the ranks' boxes stand: before and after, side by side on a phone, else one above the other.
+// Where the ranks' boxes stand: before and after, side by side on a narrow page, else one above the other.
 function boxPlaces(P, narrow) {
+  const width = pageWidth();
   if (narrow) {
-    const high = Math.min(92, 480 / P);
-    const box = (x) => (r) => ({ x, y: 54 + r * high, w: 132, h: high - 20 });
-    return { width: 360, height: 54 + P * high, before: box(58), after: box(226) };
+    const high = Math.max(62, Math.min(92, 480 / P));
+    const w = Math.min((width - 96) / 2, 300);
+    const box = (x) => (r) => ({ x, y: 58 + r * high, w, h: high - 22 });
+    return { width, height: 58 + P * high, before: box(58), after: box(width - w - 2) };
   }
-  const wide = 1090 / P;
+  const wide = (width - 150) / P;
   const w = Math.min(wide - 14, 190);
-  const box = (y) => (r) => ({ x: 150 + r * wide + (wide - w) / 2, y, w, h: 142 });
-  return { width: 1240, height: 436, before: box(24), after: box(268) };
+  const box = (y) => (r) => ({ x: 150 + r * wide + (wide - w) / 2, y, w, h: 124 });
+  return { width, height: 384, before: box(24), after: box(236) };
 }
 
 // The part of a box that [token, end, feature, end] of a tensor of that size is.
@@ -52,70 +200,124 @@ function holding([label, holds, , places, shapes, owners], r) {
   return `rank ${r}: ${label}\n${range}${whose}\n(${shapes[r].join(", ")}), ${count(size)} bytes`;
 }
 
-// One rank's box: the outline is the full tensor, filled is what the rank holds of it.
-function holdingBox(tensor, r, box, narrow) {
-  const [, holds, size, places, shapes, owners] = tensor;
-  const all = holds === "replicated" || holds === "partial sum";
-  const fill = all ? (holds === "replicated" ? "url(#replicated)" : "url(#partial)") : `var(--rank${owners[r]})`;
-  const shape = `(${shapes[r].join(", ")})`;
-  return svg("g", tip(holding(tensor, r)),
-    svg("rect", { x: box.x, y: box.y, width: box.w, height: box.h, class: "outline" }),
-    svg("rect", { ...part(places[r], size, box), fill, class: "held" }),
-    svg("text", { x: box.x + box.w / 2, y: box.y + box.h + (narrow ? 13 : 16), "text-anchor": "middle", class: "small" }, shape));
+// One rank's box: the outline is the full tensor, filled is what the rank holds of it. A replica is in
+// the stripes of all ranks, as places, those of tokens, has them; a partial sum is hatched in its rank's colour.
+function holdingBox(tensor, r, box, tokens, look) {
+  const [, holds, size, places, , owners] = tensor;
+  const fills = { replicated: [...tokens[3].keys()].map((rank) => `var(--rank${rank})`), "partial sum": [`url(#partial${r})`] };
+  const stripes = (fills[holds] ?? [`var(--rank${owners[r]})`]).map((fill, i) => {
+    const [t0, t1] = tokens[3][i];
+    const place = holds === "replicated" ? part([t0, t1, 0, 1], [tokens[2][0], 1], box) : part(places[r], size, box);
+    return svg("rect", { ...place, fill, class: "held" });
+  });
+  return svg("g", { ...tip(holding(tensor, r)), onpointerenter: look, onfocus: look },
+    svg("rect", { x: box.x, y: box.y, width: box.w, height: box.h, class: "outline" }), stripes);
+}
+
+// A tensor's shape under a rank's box: drawn last, nothing covers it
+function shapeBelow([, , , , shapes], r, box) {
+  return svg("text", { x: box.x + box.w / 2, y: box.y + box.h + 15, "text-anchor": "middle", class: "small above" }, `(${shapes[r].join(", ")})`);
 }
 
 // The pieces that are sent: each from its place in the sender's box to the same in the receiver's.
-function flights(moment, tensor, spots) {
-  return moment[7].map(([from, to, ...place]) => {
+// Of very many only those of one rank.
+const tooMany = (moment) => moment[7].length > 16;
+
+function flights(moment, tensor, spots, P) {
+  const drawn = moment[7].filter(([from]) => !tooMany(moment) || from === Math.min(state.from, P - 1));
+  return drawn.map(([from, to, ...place]) => {
     const start = part(place, tensor[2], spots.before(from));
     const end = part(place, tensor[2], spots.after(to));
     const [dx, dy] = [end.x - start.x, end.y - start.y];
     const [x, y] = [start.x + start.width / 2, start.y + start.height / 2];
     return [
       svg("line", { x1: x, y1: y, x2: x + dx, y2: y + dy, class: "way", stroke: `var(--rank${from})`, "marker-end": "url(#arrow)" }),
-      svg("rect", { ...start, fill: `var(--rank${from})`, class: "piece", style: `--dx:${dx}px;--dy:${dy}px` }),
+      svg("rect", { ...start, fill: `var(--rank${tensor[5][from]})`, class: "piece", style: `--dx:${dx}px;--dy:${dy}px` }),
     ];
   });
 }
 
-// The path through the block: a mark for each step, a tall one where something is sent.
-function pathOf(moments, step, set) {
-  const wide = 1240 / moments.length;
-  const marks = moments.map(([phase, , , collective], i) => {
-    const size = collective ? { y: 0, height: 18 } : { y: 9, height: 9 };
-    const kind = `mark ${collective ? "sends" : phase}${i + 1 === step ? " now" : ""}`;
-    const onclick = () => set({ step: i + 1 });
-    const words = `step ${i + 1}, ${phase}: ${collective ? plain(collective) : "no message"}`;
-    return svg("rect", { x: i * wide + 1, width: wide - 2, ...size, class: kind, onclick, ...tip(words, false) });
-  });
-  const phases = ["forward", "backward", "gradients"].map((phase) => {
-    const first = moments.findIndex((moment) => moment[0] === phase);
-    return first < 0 || phase === "gradients" ? null : svg("text", { x: first * wide + 2, y: 34, class: "small" }, phase);
-  });
-  return svg("svg", { viewBox: "0 0 1240 40", class: "path", preserveAspectRatio: "none", "aria-hidden": "true" }, marks, NARROW.matches ? null : phases);
+// The step of the block that a moment belongs to: forwards what it makes, backwards what it comes from.
+function stationOf(run, i) {
+  const [phase, before, after] = run.moments[i];
+  const [a, b] = [run.tensors[before][0], run.tensors[after][0]];
+  if (phase === "gradients") return phase;
+  if (a.includes("keys and values")) return "keys and values";
+  if (phase === "backward" && a === "sum") return stationOf(run, i - 1);
+  if (phase === "backward" && a.startsWith("gradient of ")) return a.replace("gradient of ", "");
+  return b === "sum" ? stationOf(run, i + 1) : b;
 }
 
-// What happens in a moment, in words.
-function layoutWords(moment, tensors, P) {
-  const [phase, before, after, collective, , , wire, , k, of] = moment;
-  const [a, b] = [tensors[before], tensors[after]];
-  if (!collective) return `${a[0]} to ${b[0]}: each rank by itself, nothing is sent.`;
-  const turn = of > 1 ? ` (${k} of ${of})` : "";
-  const what = `${a[0]}, ${HOLDS[a[1]]}, becomes ${a[0] === b[0] ? "" : `${b[0]}, `}${HOLDS[b[1]]}`;
-  const moved = collective === "send" ? `${a[0]} move on to the next rank` : what;
-  return `${plain(collective)}${turn}: ${moved}. A rank sends ${bytes(wire / P)}.`;
+// The block in small: you are here. Dots are messages, above those of the forward; a click goes there.
+function blockInSmall(run, step, set) {
+  const width = pageWidth();
+  const names = run.moments.map((_, i) => stationOf(run, i));
+  const phase = step > 0 ? run.moments[step - 1][0] : "";
+  const sends = (own, back) => run.moments.some((moment, i) => own.includes(names[i]) && moment[3] && (moment[0] === "backward") === back);
+  const stations = STATIONS.filter(([, ...own]) => own.some((name) => names.includes(name))).map(([label, ...own]) => {
+    const dots = [false, true].filter((back) => sends(own, back));
+    const text = dots.length ? "" : label.replace("attention", width < 500 ? "attn" : "attention");
+    return { own, dots, text, wide: text ? text.length + 1.2 : 2 };
+  });
+  const letter = width / sum(stations.map(({ wide }) => wide));
+  let right = 0;
+  const drawn = stations.map(({ own, dots, text, wide }) => {
+    const [left, w] = [right, wide * letter];
+    right += w;
+    const middle = left + w / 2;
+    const now = step > 0 && own.includes(names[step - 1]);
+    const way = phase === "backward" ? -1 : 1;
+    const near = run.moments.findIndex((moment, i) => own.includes(names[i]) && moment[0] === phase);
+    const first = names.findIndex((name) => own.includes(name));
+    const box = text ? svg("rect", { x: left + 1, y: 20, width: w - 2, height: 24, rx: 4 }) : svg("line", { x1: middle, x2: middle, y1: 20, y2: 44, class: "grid" });
+    const end = middle > width / 2;
+    const here = !now ? null : [
+      svg("path", { d: `M${middle - 8} ${32 - 29 * way}h16l-8 ${11 * way}z`, class: "sends" }),
+      svg("text", { x: middle + (end ? -12 : 12), y: way > 0 ? 12 : 61, style: `text-anchor: ${end ? "end" : "start"}` }, `you are here: ${phase}`)];
+    return svg("g", { class: `station${now ? " now" : ""}`, onclick: () => set({ step: (near < 0 ? first : near) + 1 }) },
+      svg("rect", { x: left, y: 0, width: w, height: 64, class: "nothing" }), box,
+      svg("text", { x: middle, y: 36 }, text), dots.map((back) => svg("circle", { cx: middle, cy: back ? 44 : 20, r: 5, class: `sends${now && back === (way < 0) ? " this" : ""}` })), here);
+  });
+  return svg("svg", { viewBox: `0 0 ${width} 64`, class: "block", "aria-hidden": "true" }, drawn);
 }
 
-function layoutPicture(run, step, P, layout, words) {
+function highlights(run, layout, step, set) {
+  const names = run.moments.map((_, i) => stationOf(run, i));
+  const found = HIGHLIGHTS[layout].map(([words, phase, name]) => [words, 1 + run.moments.findIndex((moment, i) => moment[0] === phase && names[i] === name)]);
+  const chips = found.filter(([, at]) => at > 0).map(([words, at], i) =>
+    html("button", { type: "button", "aria-pressed": String(at === step), onclick: () => set({ step: at }) }, `${i + 1} ${words}`));
+  return html("div", { class: "chips", role: "group", "aria-label": "Highlights" }, chips);
+}
+
+// What happens in a moment, and why.
+function layoutWords(run, i, layout, P) {
+  const [phase, before, , collective, , , wire, , k, of] = run.moments[i];
+  const [name, station] = [run.tensors[before][0], stationOf(run, i)];
+  const title = `${{ forward: "Forward", backward: "Backward", gradients: "End of the step" }[phase]}, ${collective ? plain(collective) : "no message"}`;
+  let kind = station.replace(/ (attention|mlp|[12])$/, "");
+  if (phase === "backward" && name.startsWith("gradients")) kind = name;
+  if (phase === "backward" && /^norm/.test(name)) kind = "again";
+  const known = WHY[phase][kind];
+  const sharded = layout === "tp" || layout === "sp" ? "weights" : "tokens";
+  const own = typeof known === "string" ? known : known[layout] ?? known[sharded] ?? known.all;
+  const why = Array.isArray(own) ? own[k - 1] : own;
+  const mlp = ["up", "silu", "down", "enter mlp", "leave mlp"].includes(station);
+  const sent = P > 1 ? `A rank sends ${bytes(wire / P)}.` : "With 1 rank there is nobody to send to.";
+  return `${title}${of > 1 ? ` (${k} of ${of})` : ""}: ${why.replace("{part}", mlp ? "features" : "heads")}${collective ? ` ${sent}` : ""}`;
+}
+
+function layoutPicture(run, step, P, layout, words, set) {
   const narrow = NARROW.matches;
   const spots = boxPlaces(P, narrow);
   const moment = run.moments[Math.max(0, step - 1)];
   const [before, after] = [run.tensors[moment[1]], run.tensors[moment[2]]];
   const shown = step === 0 ? [[before, spots.before]] : [[before, spots.before], [after, spots.after]];
   const ranks = [...Array(P).keys()];
+  const whole = ["", "", [1], [[0, 1]]]; // alone a rank has all tokens
+  const tokens = P > 1 ? run.tensors.find(([, holds]) => holds === "tokens") : whole;
   const rankNames = ranks.map((r) => {
     const box = spots.before(r);
-    const place = narrow ? { x: 4, y: box.y + box.h / 2 + 5 } : { x: box.x + box.w / 2, y: 15, "text-anchor": "middle" };
+    const place = narrow ? { x: 0, y: box.y + box.h / 2 + 5 } : { x: box.x + box.w / 2, y: 15, "text-anchor": "middle" };
     return svg("text", { ...place, class: "rank" }, `rank ${r}`);
   });
   const names = shown.map(([tensor, place]) => {
@@ -128,13 +330,16 @@ function layoutPicture(run, step, P, layout, words) {
   });
   const collective = step > 0 && moment[3];
   const act = step === 0 ? "" : collective ? plain(collective) : "each by itself";
-  const operation = narrow ? null : svg("text", { x: 0, y: 230, class: collective ? "act sends" : "act" }, act);
+  const operation = narrow ? null : svg("text", { x: 0, y: 198, class: collective ? "act sends" : "act" }, act);
+  const many = step > 0 && tooMany(moment);
+  const look = (r) => (state.from === r ? null : set({ from: r }));
   const boxes = shown.map(([tensor, place], i) =>
     svg("g", { class: i && collective ? "arrives" : "", "data-key": `${layout} ${P} ${step} ${i}` },
-      ranks.map((r) => holdingBox(tensor, r, place(r), narrow))));
+      ranks.map((r) => holdingBox(tensor, r, place(r), tokens, many ? () => look(r) : null))));
+  const shapes = shown.map(([tensor, place]) => ranks.map((r) => shapeBelow(tensor, r, place(r))));
   const alone = step > 0 && !collective ? ranks.map((r) => arrowBetween(spots.before(r), spots.after(r), narrow)) : [];
-  const sent = svg("g", { "data-key": `${layout} ${P} ${step}`, "aria-hidden": "true" }, step > 0 ? flights(moment, before, spots) : []);
-  return picture(spots.width, spots.height, words, patterns(), rankNames, names, operation, alone, boxes, sent);
+  const sent = svg("g", { "data-key": `${layout} ${P} ${step} ${many ? state.from : ""}`, "aria-hidden": "true" }, step > 0 ? flights(moment, before, spots, P) : []);
+  return picture(spots.width, spots.height, words, patterns(), rankNames, operation, alone, boxes, sent, names, shapes);
 }
 
 // From a rank's box to its next one: nobody else is needed
@@ -157,21 +362,21 @@ function wrapped(name, most) {
 }
 
 function patterns() {
-  const square = { width: 8, height: 8, patternUnits: "userSpaceOnUse" };
-  const ground = () => svg("rect", { width: 8, height: 8, fill: "var(--pale)" });
-  const hatch = svg("path", { d: "M0 0L8 8M8 0L0 8", stroke: "var(--grey)", "stroke-width": 1 });
-  const tip = svg("path", { d: "M0 0L6 3L0 6z", fill: "var(--grey)" });
-  return svg("defs", {},
-    svg("pattern", { id: "replicated", ...square }, ground()),
-    svg("pattern", { id: "partial", ...square }, ground(), hatch),
-    svg("marker", { id: "arrow", viewBox: "0 0 6 6", refX: 5, refY: 3, markerWidth: 5, markerHeight: 5, orient: "auto" }, tip));
+  const hatch = (r) => svg("pattern", { id: `partial${r}`, width: 8, height: 8, patternUnits: "userSpaceOnUse" },
+    svg("rect", { width: 8, height: 8, fill: "var(--paper)" }),
+    svg("path", { d: "M0 0L8 8M8 0L0 8", stroke: `var(--rank${r})`, "stroke-width": 1.6 }));
+  const stripes = [0, 1, 2, 3].map((r) => svg("rect", { y: 4 * r, width: 26, height: 4, fill: `var(--rank${r})` }));
+  return svg("defs", {}, [...Array(8).keys()].map(hatch),
+    svg("pattern", { id: "replicated", width: 26, height: 16, patternUnits: "userSpaceOnUse" }, stripes),
+    svg("marker", { id: "arrow", viewBox: "0 0 6 6", refX: 5, refY: 3, markerWidth: 5, markerHeight: 5, orient: "auto" },
+      svg("path", { d: "M0 0L6 3L0 6z", fill: "var(--grey)" })));
 }
 
 function layoutLegend() {
   return html("div", { class: "legend" },
     entry("var(--rank0)", "a rank's own shard", tip("tokens: a band from left to right; heads or features: from top to bottom")),
-    entry("url(#replicated)", "replicated", tip("all of it, the same on every rank")),
-    entry("url(#partial)", "partial sum", tip("all of it, but only the sum over the ranks is right")));
+    entry("url(#replicated)", "replicated: every rank has all", tip("all of it, the same on every rank, in the colours of the ranks' tokens")),
+    entry("url(#partial0)", "partial sum: only the sum over the ranks is right", tip("all of it, but only the sum over the ranks is right")));
 }
 
 view({
@@ -179,26 +384,30 @@ view({
   title: "Layouts",
   lead: "One transformer block: which part of each tensor every rank holds, and what has to be sent for the next step.",
   bare: "layout",
-  state: { layout: "sp", P: 4, step: 2 },
-  values: { layout: Object.keys(LAYOUT_NAMES), P: [1, 2, 3, 4, 5, 6, 7, 8] },
+  course: ["lab 2", "lab 7"],
+  state: { layout: "sp", P: 4, step: 2, from: 0 },
+  values: { layout: Object.keys(LAYOUT_NAMES), P: [1, 2, 3, 4, 5, 6, 7, 8], from: [0, 1, 2, 3, 4, 5, 6, 7] },
   draw(root, { layout, P, step: asked }, set) {
     const run = DATA.layouts.runs[layout][P - 1];
     const step = Math.min(asked, run.moments.length);
     const moment = run.moments[Math.max(0, step - 1)];
     const told = run.moments.slice(0, step);
     const total = (column) => told.reduce((sum, moment) => sum + moment[column], 0);
-    const phase = step === 0 ? "" : { forward: "Forward", backward: "Backward", gradients: "End of the step" }[moment[0]];
     const { batch, seq, hidden, heads, ffn } = DATA.layouts.block;
     const first = run.tensors[run.moments[0][1]];
-    const words = step === 0 ? `x comes in, ${HOLDS[first[1]]}.` : `${phase}, ${layoutWords(moment, run.tensors, P)}`;
+    const words = step > 0 ? layoutWords(run, step - 1, layout, P)
+      : `x, the block's input, comes in: ${first[1] === "tokens" ? "each rank has its own tokens of it" : "every rank has all of it"}.`;
+    const one = step > 0 && tooMany(moment) ? `Drawn: what rank ${Math.min(state.from, P - 1)} sends; point at another rank or tap it. ` : "";
+    const colon = words.indexOf(":");
     say(words);
     root.append(
-      html("div", { class: "controls" },
+      html("div", { class: "controls dense" },
         choice("Layout", "layout", LAYOUT_NAMES), slider("Ranks", "P", [1, 2, 3, 4, 5, 6, 7, 8]),
         player("step", run.moments.length + 1, step > 0 && moment[3] ? 4200 : 1500)),
-      pathOf(run.moments, step, set),
-      html("p", { class: "words" }, words),
-      layoutPicture(run, step, P, layout, words),
+      highlights(run, layout, step, set),
+      blockInSmall(run, step, set),
+      html("p", { class: "words" }, html("b", {}, words.slice(0, colon)), words.slice(colon)),
+      layoutPicture(run, step, P, layout, words, set),
       layoutLegend(),
       html("div", { class: "figures" },
         figure(count(total(4)), "collectives so far"),
@@ -207,6 +416,6 @@ view({
         figure(bytes(run.weights[0]), "weights on rank 0"),
         figure(bytes(run.kept[0]), "kept by rank 0 for the backward")),
       html("p", { class: "note" },
-        `A block of b = ${batch}, s = ${seq}, h = ${hidden}, ${heads} heads, f = ${ffn}, in bfloat16; shapes are (b, s, h) and so on. A run of sp_layout_sim.py.`));
+        `${one}A block of b = ${batch}, s = ${seq}, h = ${hidden}, ${heads} heads, f = ${ffn}, in bfloat16; shapes are (b, s, h) and so on. A run of sp_layout_sim.py.`));
   },
 });

@@ -9,19 +9,31 @@ const STRATEGY_NAMES = {
   pp: "PP: pipeline parallelism",
 };
 const RECOMPUTE_NAMES = {
-  none: "none: all is kept",
+  none: "nothing: all is kept",
   selective: "selective",
-  block: "block: of each layer",
-  offload: "offload: to the host",
+  block: "whole layers",
+  offload: "whole layers, inputs on the host",
+};
+const KEPT = {
+  none: "All activations are kept.",
+  selective: "Selective recomputation keeps what is slow to compute: attention, q, k, v, gate and up.",
+  block: "Of each layer only the input is kept; the backward computes the layer again.",
+  offload: "Of each layer only the input is kept, in the host's memory; the backward computes the layer again.",
 };
 const LOSS_NAMES = { chunked: "chunked logits", full: "full logits" };
-const OPTIMIZER_NAMES = { none: "none", adamw: "AdamW", "adamw-host": "AdamW on the host" };
+const OPTIMIZER_NAMES = { none: "no optimizer", adamw: "AdamW", "adamw-host": "AdamW on the host" };
+// When a peak comes: in a few words, and in a sentence
+const MOMENTS = {
+  early: ["forward, early backward", "in the forward or early in the backward, when most gradients are not there yet"],
+  late: ["late backward", "late in the backward, when most gradients are there"],
+  step: ["optimizer's step", "in the optimizer's step, which takes as much however long the sequence is"],
+};
 const SHARD_NAMES = { no: "replicated", yes: "sharded" };
 const GPU_NAMES = { rtx4090: "RTX 4090", "a100-40": "A100 40 GB", "a100-80": "A100 80 GB", h100: "H100", h200: "H200" };
-const PART_COLOURS = ["rank0", "rank1", "rank7", "rank2", "rank3", "rank4", "rank5", "rank6"];
+const partColour = (i) => `var(--part${i})`; // no rank's colours: the parts are those of one GPU
+const [GRADIENTS, STATE] = ["gradients", "optimizer state"].map((name) => DATA.memory.parts.indexOf(name));
 const LENGTHS = [...Array(89).keys()].map((i) => Math.round(2 ** (11 + i / 8) / 512) * 512);
 const SHORTEST = LENGTHS[0];
-const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
 const gib = (mib) => `${(mib / 1024).toFixed(mib < 10240 ? 2 : 1)} GiB`;
 
 // The setting that the state comes to: some strategies leave no choice
@@ -52,19 +64,22 @@ function along(curve, length) {
   return some.map((part) => (part * sum(parts)) / sum(some));
 }
 
-// MiB of each part at the peak, of the rank that needs most, and when it comes
-function peakOf({ key, recompute, loss, optimizer }, length) {
-  const moments = DATA.memory.curves[`${key} ${recompute} ${loss}`].flatMap((curve, i) => {
+// The peaks of a step's two halves, forward with backward and the optimizer's step, each of the rank
+// that needs most in it: [{moment, parts: MiB of each, peak}]
+function peaksOf({ key, recompute, loss, optimizer }, length) {
+  const steps = DATA.memory.steps[key];
+  const first = DATA.memory.curves[`${key} ${recompute} ${loss}`].map((curve, rank) => {
     const parts = along(curve, length);
-    if (optimizer !== "adamw") return [{ parts, moment: "forward or backward" }];
-    const step = DATA.memory.steps[key][i]; // takes as much, however long the sequence is
-    const state = DATA.memory.parts.indexOf("optimizer state");
-    parts[state] = step[state];
-    return [{ parts, moment: "forward or backward" }, { parts: step, moment: "the optimizer's step" }];
+    const moment = parts[GRADIENTS] > steps[rank][GRADIENTS] / 2 ? "late" : "early";
+    if (optimizer === "adamw") parts[STATE] = steps[rank][STATE];
+    return { moment, parts, peak: sum(parts) };
   });
-  const peaks = moments.map((moment) => ({ ...moment, peak: sum(moment.parts) }));
-  return peaks.reduce((most, moment) => (moment.peak > most.peak ? moment : most));
+  const second = optimizer === "adamw" ? steps.map((parts) => ({ moment: "step", parts, peak: sum(parts) })) : [];
+  return [first, second].filter((half) => half.length).map((half) => half.reduce(higher));
 }
+
+const higher = (a, b) => (b.peak > a.peak ? b : a);
+const peakOf = (setting, length) => peaksOf(setting, length).reduce(higher);
 
 // The longest length that fits, a multiple of 512 tokens; 0: not even the shortest
 function longestOf(setting) {
@@ -78,56 +93,73 @@ function longestOf(setting) {
   return low * 512;
 }
 
-const tokens = (n) => (n ? `${count(n)} tokens` : `not even ${count(SHORTEST)}`);
+const tokens = (n) => (n ? `${count(n)} tokens` : `not even ${count(SHORTEST)} tokens`);
 
-// The bar: what fills the memory, and the limit
-function memoryBar(setting, found) {
-  const narrow = NARROW.matches;
-  const [width, high, top] = narrow ? [366, 44, 22] : [1240, 56, 24];
+// Memory over the step: what fills it at the peak of each half, and the limit
+function memoryBars(setting, peaks) {
+  const [width, high, apart, top] = [pageWidth(), 40, 66, 42];
+  const most = peaks.reduce(higher);
   const [room, card] = [roomOf(setting), DATA.memory.gpus[setting.gpu] * 1024];
-  const x = (mib) => Math.min(width, (mib / (1.25 * card)) * width);
-  let from = 0;
-  const parts = found.parts.map((part, i) => {
-    const [begin, end] = [x(from), x((from += part))];
-    const name = DATA.memory.parts[i];
-    const fits = end - begin > 8.2 * name.length;
-    return svg("g", tip(`${name}: ${gib(part)}`, false),
-      svg("rect", { x: begin, y: top, width: end - begin, height: high, fill: `var(--${PART_COLOURS[i]})`, class: "held" }),
-      svg("text", { x: (begin + end) / 2, y: top + high / 2 + 5, class: "onpart" }, fits ? name : ""));
+  const x = (mib) => (mib / Math.max(1.12 * card, 1.02 * most.peak)) * width;
+  const bottom = top + apart * (peaks.length - 1) + high;
+  const bars = peaks.map(({ moment, parts, peak }, row) => {
+    const y = top + row * apart;
+    let from = 0;
+    const filled = parts.map((part, i) => {
+      const [begin, end] = [x(from), x((from += part))];
+      const name = DATA.memory.parts[i];
+      return svg("g", tip(`${name}: ${gib(part)}`, false),
+        svg("rect", { x: begin, y, width: end - begin, height: high, fill: partColour(i), class: "held" }),
+        svg("text", { x: (begin + end) / 2, y: y + high / 2 + 5, class: "onpart" }, end - begin > 8.2 * name.length ? name : ""));
+    });
+    const space = room - peak;
+    const end = svg("text", { x: (x(peak) + x(room)) / 2, y: y + high / 2 + 5, "text-anchor": "middle", class: "small" }, x(space) > 90 ? `${gib(space)} free` : "");
+    const name = `${MOMENTS[moment][0]}: ${gib(peak)}${peaks.length > 1 && peak === most.peak ? " (peak)" : ""}`;
+    return [
+      svg("rect", { x: 0, y, width: x(room), height: high, class: "outline" }), end, filled,
+      svg("text", { x: 2, y: y - 6, class: peak === most.peak ? "name above" : "above" }, name)];
   });
-  const outside = svg("rect", { x: x(room), y: top, width: x(card) - x(room), height: high, class: "outside" });
-  const limit = svg("line", { x1: x(room), x2: x(room), y1: top - 6, y2: top + high + 6, class: "limit" });
-  const name = svg("text", { x: x(room) - 6, y: 14, "text-anchor": "end", class: "small" }, `limit ${gib(room)}`);
-  const free = svg("rect", { x: 0, y: top, width: x(room), height: high, class: "outline" });
-  const space = room - found.peak;
-  const left = svg("text", { x: (x(found.peak) + x(room)) / 2, y: top + high / 2 + 5, "text-anchor": "middle", class: "small" },
-    x(space) > 90 ? `${gib(space)} free` : "");
-  const beyond = svg("text", { x: width, y: 14, "text-anchor": "end", class: "small" }, found.peak > 1.25 * card ? `on to ${gib(found.peak)} ▸` : "");
-  const words = `${gib(found.peak)} of ${gib(room)}: ` + found.parts.map((part, i) => `${DATA.memory.parts[i]} ${gib(part)}`).join(", ");
   const explain = `${gib(card - room)} of the GPU's ${gib(card)} are for what lies outside the allocator: the CUDA context, cuBLAS, NCCL`;
-  return picture(width, top + high + 8, words, free, left, svg("g", tip(explain, false), outside), parts, limit, name, beyond);
+  const outside = svg("rect", { x: x(room), y: top, width: x(card) - x(room), height: bottom - top, class: "outside", ...tip(explain, false) });
+  const limit = [
+    svg("line", { x1: x(room), x2: x(room), y1: 16, y2: bottom + 4, class: "limit" }),
+    svg("text", { x: x(room), y: 12, "text-anchor": x(room) > width - 60 ? "end" : "middle", class: "small" }, `limit ${gib(room)}`)];
+  const words = peaks.map(({ moment, parts, peak }) => `${MOMENTS[moment][0]} ${gib(peak)} of ${gib(room)}: ` + parts.map((part, i) => `${DATA.memory.parts[i]} ${gib(part)}`).join(", "));
+  return picture(width, bottom + 6, words.join("; "), outside, bars, limit);
 }
 
 // Peak against length, as areas of what fills it; the present length as a line
 function memoryChart(setting, found, longest, set) {
   const narrow = NARROW.matches;
-  const [width, height, left, bottom] = narrow ? [366, 240, 34, 40] : [760, 300, 44, 42];
+  const [width, height, left, bottom] = [columnWidths()[0], narrow ? 280 : 300, 40, 42];
   const room = roomOf(setting);
   const most = Math.max(1.3 * longest, 1.08 * setting.length, 16384);
-  const top = 1.2 * room;
+  const top = Math.max(1.2 * room, 1.12 * found.peak);
   const x = (length) => left + ((width - left - 8) * length) / most;
-  const y = (mib) => 8 + (height - bottom - 8) * (1 - mib / top);
+  const y = (mib) => 24 + (height - bottom - 24) * (1 - mib / top);
   const curves = DATA.memory.curves[`${setting.key} ${setting.recompute} ${setting.loss}`];
   const knees = curves.flatMap((curve) => curve.map(([length]) => length)).filter((length) => length < most);
   const grid = [...Array(61).keys()].map((i) => SHORTEST + ((most - SHORTEST) * i) / 60);
   const lengths = [...new Set([...knees, ...grid])].sort((a, b) => a - b);
-  const stacks = lengths.map((length) => {
+  const peaks = lengths.map((length) => peakOf(setting, length));
+  const stacks = peaks.map(({ parts }) => {
     let height = 0;
-    return [0, ...peakOf(setting, length).parts.map((part) => (height += part))];
+    return [0, ...parts.map((part) => (height += part))];
   });
+  const turns = peaks.flatMap(({ moment }, i) => (i === 0 || moment !== peaks[i - 1].moment ? [i] : []));
+  const moments = turns.map((from, i) => {
+    const [begin, end] = [x(lengths[from]), x(lengths[turns[i + 1] ?? lengths.length - 1])];
+    const [words, sentence] = MOMENTS[peaks[from].moment];
+    const text = [`${i + 1} ${words}`, i + 1].find((text) => 6.6 * String(text).length < end - begin);
+    return svg("g", tip(`The peak comes ${sentence}.`, false),
+      svg("rect", { x: begin, y: 2, width: end - begin, height: 18, class: "outline" }),
+      svg("line", { x1: begin, x2: begin, y1: 2, y2: height - bottom, class: "turn" }),
+      svg("text", { x: (begin + end) / 2, y: 15, "text-anchor": "middle", class: "small" }, text));
+  });
+  const told = turns.map((from, i) => `${i + 1} ${MOMENTS[peaks[from].moment][0]}`);
   const areas = DATA.memory.parts.map((name, i) => {
     const line = (level) => lengths.map((length, k) => `${x(length).toFixed(1)} ${y(stacks[k][level]).toFixed(1)}`);
-    return svg("path", { d: `M${line(i + 1).join("L")}L${line(i).reverse().join("L")}Z`, fill: `var(--${PART_COLOURS[i]})`, ...tip(name, false) });
+    return svg("path", { d: `M${line(i + 1).join("L")}L${line(i).reverse().join("L")}Z`, fill: partColour(i), ...tip(name, false) });
   });
   const round = [1, 2, 5].flatMap((n) => [...Array(8).keys()].map((e) => n * 10 ** e)).sort((a, b) => a - b);
   const unit = round.find((n) => (n * 1024) / top > 0.17);
@@ -141,8 +173,8 @@ function memoryChart(setting, found, longest, set) {
     return svg("text", { x: at, y: height - bottom + 16, "text-anchor": anchor, class: "small" }, i ? `${count(i * stride)} Ki` : "0");
   });
   const limit = svg("line", { x1: left, x2: width - 8, y1: y(room), y2: y(room), class: "limit" });
-  const here = svg("line", { x1: x(setting.length), x2: x(setting.length), y1: 4, y2: height - bottom, class: "now" });
-  const dot = svg("circle", { cx: x(setting.length), cy: Math.max(8, y(found.peak)), r: 6, class: "here" });
+  const here = svg("line", { x1: x(setting.length), x2: x(setting.length), y1: 22, y2: height - bottom, class: "now" });
+  const dot = svg("circle", { cx: x(setting.length), cy: y(found.peak), r: 6, class: "here" });
   const far = longest ? svg("circle", { cx: x(longest), cy: y(room), r: 5, class: "far", ...tip(`the longest that fits: ${tokens(longest)}`, false) }) : null;
   const axis = svg("text", { x: width - 8, y: height - 6, "text-anchor": "end", class: "small" }, `tokens in the sequence (1 Ki = 1,024); GiB`);
   const onclick = (event) => {
@@ -151,8 +183,8 @@ function memoryChart(setting, found, longest, set) {
     set({ length: Math.max(SHORTEST, Math.min(LENGTHS.at(-1), Math.round(asked / 512) * 512)) });
   };
   const words = `Peak memory against the length: at ${tokens(setting.length)} ${gib(found.peak)}; the limit of ${gib(room)} is met at ${tokens(longest)}.`;
-  const drawn = picture(width, height, words, levels, areas, limit, far, here, dot, marks, axis);
-  return fill(drawn, { onclick }, []);
+  const drawn = picture(width, height, words, levels, areas, moments, limit, far, here, dot, marks, axis);
+  return [fill(drawn, { onclick }, []), html("p", { class: "note" }, `When the peak comes: ${told.join("; ")}. Where it moves, what fills it changes.`)];
 }
 
 // The longest length that fits, of all strategies in this setting
@@ -172,20 +204,21 @@ function contest(state, set) {
         type: "button", class: "row", onclick: () => set({ strategy, ...(strategy === "sp_ulysses" ? { shard } : {}) }),
         "aria-pressed": strategy === state.strategy && shard === chosen.shard ? "true" : "false",
       },
-        html("span", {}, `${short[strategy]}${shard === "yes" ? ", sharded weights" : ""}${setting.recompute === chosen.recompute ? "" : `, ${setting.recompute}`}`),
-        html("b", {}, longest ? count(longest) : "none"),
+        html("span", {}, `${short[strategy]}${shard === "yes" ? ", sharded weights" : ""}${setting.recompute === chosen.recompute ? "" : `, recomputed: ${RECOMPUTE_NAMES[setting.recompute]}`}`),
+        html("b", {}, longest ? count(longest) : "does not fit"),
         html("i", { style: `width: ${(100 * longest) / most}%` }))));
 }
 
 function partKeys(found) {
   return html("div", { class: "legend" }, DATA.memory.parts.map((name, i) =>
-    found.parts[i] < 6 ? null : entry(`var(--${PART_COLOURS[i]})`, `${name} ${gib(found.parts[i])}`)));
+    found.parts[i] < 6 ? null : entry(partColour(i), `${name} ${gib(found.parts[i])}`)));
 }
 
 view({
   id: "memory",
   title: "Memory",
   lead: "What fills a GPU's memory at the peak of a training step, and how long a sequence it can take.",
+  course: ["lab 10"],
   bare: "strategy",
   state: {
     strategy: "sp_megatron", model: "llama-3.1-8b", gpu: "h100", P: 4, length: 131072, recompute: "block",
@@ -199,26 +232,27 @@ view({
   draw(root, state, set) {
     state.length = Math.min(LENGTHS.at(-1), Math.max(SHORTEST, state.length));
     const setting = settingOf(state);
-    const found = peakOf(setting, state.length);
+    const peaks = peaksOf(setting, state.length);
+    const found = peaks.reduce(higher);
     const [room, longest, plain] = [roomOf(setting), longestOf(setting), state.strategy === "plain"];
     const fits = found.peak <= room;
-    const offered = (names, wanted) => Object.fromEntries(Object.entries(names).filter(([name]) => wanted.includes(name)));
+    const largest = found.parts.indexOf(Math.max(...found.parts));
+    state.recompute = setting.recompute; // what was chosen may be missing in another strategy or loss
+    const missing = Object.fromEntries(Object.keys(RECOMPUTE_NAMES).filter((way) => !setting.ways.includes(way))
+      .map((way) => [way, plain ? "not with plain" : "with chunked logits only"]));
     const gpus = Object.entries(DATA.memory.gpus).map(([name, size]) => [name, `${GPU_NAMES[name] ?? name}: ${size} GiB`]);
     const words = `${tokens(state.length)} take ${gib(found.peak)} of the allocator's ${gib(room)}: ` +
-      `${fits ? "fits" : `${gib(found.peak - room)} too many`}. The peak comes in ${found.moment}.`;
+      `${fits ? "fits" : `${gib(found.peak - room)} too many`}. The peak comes ${MOMENTS[found.moment][1]}; ` +
+      `the largest part is ${DATA.memory.parts[largest]}, ${gib(found.parts[largest])}.`;
     const why = [
+      KEPT[setting.recompute],
       plain ? "Plain is Hugging Face's own model and loss on one GPU: all logits at once." : null,
-      setting.recompute !== state.recompute ? `Recomputation ${state.recompute} is not among the predictions here: block is shown.` : null,
-      "One sequence (a batch of 1, so PP has one microbatch), bfloat16, flash attention, of the rank that needs most.",
-      "Predictions of oom_search.py; the T4 has no flash attention and is not among these GPUs.",
+      "One sequence (a batch of 1, so PP has one microbatch), bfloat16, flash attention, of the rank that needs most;",
+      "the T4 has no flash attention and is not among these GPUs. Other batches, dtypes, models and numbers of ranks: with the options of",
     ];
-    const kept = {
-      none: "All activations are kept.",
-      selective: "Selective recomputation keeps what is slow to compute: attention, q, k, v, gate and up.",
-      block: "Of each layer only the input is kept; the backward computes the layer again.",
-      offload: "Of each layer only the input is kept, in the host's memory; the backward computes the layer again.",
-    };
-    why.unshift(kept[setting.recompute]);
+    const [script, nproc] = [state.strategy, setting.P];
+    const command = `python oom_search.py --how predicted --at ${state.length} --strategy ${script} --nproc ${nproc} --model ${state.model} ` +
+      `--recompute ${setting.recompute} --loss ${setting.loss} --optimizer ${state.optimizer}${setting.shard === "yes" ? " --shard-weights" : ""}`;
     say(words);
     root.append(
       html("div", { class: "controls dense" },
@@ -227,16 +261,16 @@ view({
         choice("Strategy", "strategy", STRATEGY_NAMES),
         plain ? null : slider("Ranks", "P", [2, 4, 8]),
         state.strategy === "sp_ulysses" ? choice("Weights", "shard", SHARD_NAMES) : null,
-        choice("Recomputation", "recompute", offered(RECOMPUTE_NAMES, setting.ways)),
+        choice("Recomputed", "recompute", RECOMPUTE_NAMES, missing),
         plain ? null : choice("Loss", "loss", LOSS_NAMES),
         choice("Optimizer", "optimizer", OPTIMIZER_NAMES),
         html("div", { class: "long" }, slider("Sequence length", "length", LENGTHS, () => tokens(state.length)))),
       html("p", { class: `words ${fits ? "" : "over"}` }, words),
-      memoryBar(setting, found),
+      memoryBars(setting, peaks),
       partKeys(found),
       html("div", { class: "beside" },
         html("div", {}, html("h2", {}, `Longest that fits: ${tokens(longest)}`), memoryChart(setting, found, longest, set)),
         contest(state, set)),
-      html("p", { class: "note" }, why.filter(Boolean).join(" ")));
+      html("p", { class: "note" }, why.filter(Boolean).join(" "), " ", html("code", {}, command)));
   },
 });

@@ -76,7 +76,7 @@ function timelineKeys(kinds, V) {
     kinds.map((kind) => entry(`url(#${kind})`, `${kind}: ${ACTION_NAMES[kind]}`)),
     entry("var(--pale)", "waits: the bubble"),
     V > 1 ? html("span", {}, "lighter: the rank's later stages") : null,
-    html("span", {}, "a number: the microbatch; click one to follow it"));
+    html("span", {}, "a number: the microbatch; click or tap one to follow it"));
 }
 
 function actionPatterns() {
@@ -93,8 +93,8 @@ function actionPatterns() {
 function timeline(rows, { P, M, V, clock, unit, follow, most, last, words }, set) {
   const narrow = NARROW.matches;
   const total = Math.max(...rows.map((row) => row.end));
-  const [left, right] = narrow ? [60, 6] : [70, 190];
-  const width = narrow ? Math.max(366, left + right + 6.5 * total) : 1240;
+  const [left, right] = narrow ? [56, 6] : [70, 190];
+  const width = narrow ? Math.max(pageWidth(), left + right + 6.5 * total) : pageWidth();
   const x = (time) => left + ((width - left - right) * time) / total;
   const high = Math.min(narrow ? 46 : 76, 340 / P);
   const bottom = 8 + P * high;
@@ -106,10 +106,10 @@ function timeline(rows, { P, M, V, clock, unit, follow, most, last, words }, set
       `from ${forwards(begin, unit)} to ${forwards(end, unit)} forwards`;
     const state = begin >= clock ? "later" : end > clock ? "runs" : "done";
     const other = follow >= 0 && follow !== microbatch ? " other" : "";
-    const size = Math.min(13, (1.35 * box.width) / String(microbatch).length); // of a letter
+    const size = Math.min(13, (box.width - 2.5) / (0.62 * String(M - 1).length)); // of a letter; none touches the next
     return svg("g", { class: `cell ${state}${other}`, ...tip(explain, false), onclick: () => set({ follow: follow === microbatch ? -1 : microbatch }) },
       svg("rect", { ...box, fill: `url(#${kind})`, opacity: 1 - (0.6 * Math.floor(stage / P)) / V }),
-      size < 8.5 ? null : svg("text", { x: box.x + box.width / 2, y: box.y + box.height / 2 + 4.5, style: `font-size: ${size}px` }, microbatch));
+      size < 8.4 ? null : svg("text", { x: box.x + box.width / 2, y: box.y + box.height / 2 + 4.5, style: `font-size: ${size}px` }, microbatch));
   });
   const widest = Math.max(...most);
   const ranks = [...Array(P).keys()].map((rank) => {
@@ -136,22 +136,33 @@ function timeline(rows, { P, M, V, clock, unit, follow, most, last, words }, set
   return html("div", { class: "scroll" }, drawn);
 }
 
-// What every rank does at that time, in words
-function momentWords(rows, P, clock, total, unit) {
+// What the ranks do at that time, and what those wait for that wait
+function momentWords(rows, P, clock, total, unit, stages) {
   if (clock >= total) return `All is done after ${forwards(total, unit)} forwards.`;
-  const doing = [...Array(P).keys()].map((rank) => {
-    const row = rows.find((row) => row.rank === rank && row.begin <= clock && clock < row.end);
-    return row ? `rank ${rank} ${row.kind}${row.microbatch}` : `rank ${rank} waits`;
-  });
-  return `After ${forwards(clock, unit)} forwards: ${doing.join(", ")}.`;
+  const ends = Object.fromEntries(rows.map((row) => [`${row.kind} ${row.stage} ${row.microbatch}`, row]));
+  const [work, wait, done] = [[], [], []];
+  for (let rank = 0; rank < P; rank++) {
+    const own = rows.filter((row) => row.rank === rank && row.end > clock);
+    const next = own[0];
+    if (!next) done.push(rank);
+    else if (next.begin <= clock) work.push(`rank ${rank} computes ${next.kind}${next.microbatch}`);
+    else {
+      const late = needs(next, stages).map((name) => ends[name]).reduce((a, b) => (b.end > a.end ? b : a));
+      wait.push(`rank ${rank} waits for rank ${late.rank}'s ${late.kind === "F" ? "activations" : "gradient"} of microbatch ${late.microbatch}`);
+    }
+  }
+  const more = wait.length > 2 ? [`${wait.length - 2} more ${wait.length > 3 ? "wait" : "waits"}`] : [];
+  const finished = done.length ? [`done: ${done.map((rank) => `rank ${rank}`).join(", ")}`] : [];
+  return `${clock === 0 ? "At the start" : `After ${forwards(clock, unit)} forwards`}: ${[...work, ...wait.slice(0, 2), ...more, ...finished].join(", ")}.`;
 }
 
 view({
   id: "pipelines",
   title: "Pipelines",
   lead: "Each rank holds some of the layers, and the batch comes in microbatches: who works on which of them when, and who waits.",
+  course: ["lab 8"],
   bare: "schedule",
-  state: { schedule: "1f1b", P: 4, M: 8, V: 2, costs: "1:1:1", step: END, follow: -1 },
+  state: { schedule: "1f1b", P: 4, M: 8, V: 2, costs: "1:1:1", step: 0, follow: -1 },
   values: {
     schedule: Object.keys(SCHEDULE_NAMES), P: [2, 3, 4, 5, 6, 7, 8], M: DATA.pipelines.microbatches, V: [2, 3, 4],
     costs: Object.keys(DATA.pipelines.costs), follow: [-1, ...Array(16).keys()],
@@ -167,7 +178,7 @@ view({
     const [clock, unit] = [Math.min(state.step, total), V * time.F];
     const busy = rows.reduce((sum, { begin, end }) => sum + end - begin, 0);
     const which = Object.keys(DATA.pipelines.costs).indexOf(costs);
-    const words = momentWords(rows, P, clock, total, unit);
+    const words = momentWords(rows, P, clock, total, unit, P * V);
     const formula = formulaWords(schedule, P, M, V, costs);
     const idle = 1 - busy / (P * total);
     const most = found.in_flight;

@@ -1,6 +1,7 @@
 // What all views share: elements, controls, the URL's fragment, and drawing again.
 //
-// A view is registered with view({id, title, lead, state, values, bare, draw}):
+// A view is registered with view({id, title, lead, course, state, values, bare, draw}):
+//   course  the LINKS to where the course explains it
 //   state   the defaults; the fragment holds what differs from them: #memory&P=8
 //   values  {key: [what it may be]}; anything else in a fragment is passed over
 //   bare    the key whose value stands in the fragment by itself: #layouts&sp
@@ -11,13 +12,26 @@
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const STILL = matchMedia("(prefers-reduced-motion: reduce)");
-const NARROW = matchMedia("(max-width: 700px)");
+const NARROW = matchMedia("(max-width: 1000px)");
+// All links out of this page stand here, so that a build of the site can rewrite them.
+const LINKS = {
+  "lab 1": "../labs/notes/lab1.md",
+  "lab 2": "../labs/notes/lab2.md",
+  "lab 7": "../labs/notes/lab7.md",
+  "lab 8": "../labs/notes/lab8.md",
+  "lab 10": "../labs/notes/lab10.md",
+  "lab 11": "../labs/notes/lab11.md",
+  glossary: "../labs/notes/glossary.md",
+};
+const RANK = "One of the processes that train together, usually one on each GPU, numbered from 0. Each has memory of its own; " +
+  "what it needs of another rank's has to be sent. In Layouts and Collectives a colour stands for a rank.";
 const views = {};
 let current = null; // the view that is shown
 let state = {}; // its state
 const last = {}; // {view: its fragment when it was left}
 let playing = null; // {key, steps, period} of the player in the view, if it has one
 let timer = null; // runs while it plays
+let speed = 1; // of what plays
 
 // Elements
 // -------------------------------------------------------------------------------------------------
@@ -45,8 +59,17 @@ function svg(tag, attributes = {}, ...children) {
 
 // A picture with its text alternative. What is inside may have tips: see below.
 function picture(width, height, words, ...children) {
-  const size = { viewBox: `0 0 ${width} ${height}`, class: "picture", role: "group", "aria-label": words };
+  const size = { viewBox: `0 0 ${width} ${height}`, class: "picture", role: "group", "aria-label": words, tabindex: 0 };
   return svg("svg", size, ...children);
+}
+
+// A picture's width: the page's in pixels, so that no text shrinks; a projector's larger page scales it up.
+const pageWidth = () => Math.min(1240, document.querySelector("main").clientWidth);
+
+// The same of the left and of the right column, where there are two
+function columnWidths() {
+  const width = pageWidth();
+  return NARROW.matches ? [width, width] : [(1.7 / 2.7) * (width - 32), (width - 32) / 2.7];
 }
 
 // Attributes of what explains itself when pointed at, touched or focused.
@@ -63,7 +86,9 @@ function morph(old, fresh) {
     if (old.nodeValue !== fresh.nodeValue) old.nodeValue = fresh.nodeValue;
     return;
   }
-  for (const { name } of [...old.attributes]) if (!fresh.hasAttribute(name)) old.removeAttribute(name);
+  for (const { name } of [...old.attributes]) {
+    if (!fresh.hasAttribute(name) && name !== "open") old.removeAttribute(name); // what a reader opened stays open
+  }
   for (const { name, value } of fresh.attributes) {
     if (old.getAttribute(name) !== value) old.setAttribute(name, value);
   }
@@ -81,14 +106,14 @@ function morph(old, fresh) {
 // -------------------------------------------------------------------------------------------------
 
 const count = (n) => Math.round(n).toLocaleString("en-US"); // 1,234
-const GiB = 2 ** 30;
+const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
 
 // 1.5 GiB; bytes below 1 KiB are counted
 function bytes(n) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let i = 0;
   while (n >= 1024 && i < units.length - 1) [n, i] = [n / 1024, i + 1];
-  return (i === 0 ? count(n) : Number(n.toPrecision(n < 1000 ? 3 : 4))) + " " + units[i];
+  return (i === 0 ? count(n) : Number(n.toPrecision(n < 1000 ? 3 : 4))) + "\u00a0" + units[i];
 }
 
 // Words for those who listen; a live region, so only what changed with the last step.
@@ -121,10 +146,13 @@ function slider(label, key, values, format = String) {
   return html("label", { class: "control" }, html("span", {}, label, ": ", html("output", {}, format(values[at]))), input);
 }
 
-// options: {value: text}; a text of null is not offered
-function choice(label, key, options) {
-  const offered = Object.entries(options).filter(([, text]) => text !== null);
-  const entries = offered.map(([value, text]) => html("option", { value, selected: value === String(state[key]) }, text));
+// options: {value: text}; missing: {value: why it cannot be chosen now}
+function choice(label, key, options, missing = {}) {
+  const entries = Object.entries(options).map(([value, text]) => {
+    const why = missing[value];
+    const kind = { value, selected: value === String(state[key]), disabled: why !== undefined };
+    return html("option", kind, why ? `${text} (${why})` : text);
+  });
   const typed = (value) => (typeof current.state[key] === "number" ? Number(value) : value);
   const onchange = (event) => set({ [key]: typed(event.target.value) });
   return html("label", { class: "control" }, label, html("select", { onchange, "data-control": key }, entries));
@@ -144,7 +172,15 @@ function player(key, steps, period = 1800, format = (i) => `step ${i} of ${steps
       type: "range", min: 0, max: steps - 1, step: 1, value: at, "aria-label": "step", "data-control": key,
       "aria-valuetext": format(at), oninput: (event) => set({ [key]: Number(event.target.value) }),
     }),
-    html("output", {}, format(at)));
+    html("output", {}, format(at)),
+    html("select", { "aria-label": "speed", title: "speed", onchange: (event) => setSpeed(Number(event.target.value)) },
+      [0.25, 0.5, 1, 2, 4].map((value) => html("option", { value, selected: value === speed }, `${value}×`))));
+}
+
+function setSpeed(value) {
+  speed = value;
+  document.documentElement.style.setProperty("--speed", value); // of what travels
+  draw();
 }
 
 function move(by) {
@@ -164,7 +200,7 @@ function play() {
   if (timer) stop();
   else {
     if (atEnd()) set({ [playing.key]: 0 });
-    timer = setTimeout(tick, playing.period);
+    timer = setTimeout(tick, playing.period / speed);
   }
   draw();
 }
@@ -173,7 +209,7 @@ function play() {
 function tick() {
   move(1);
   if (atEnd()) stop();
-  else timer = setTimeout(tick, playing.period);
+  else timer = setTimeout(tick, playing.period / speed);
   draw();
 }
 
@@ -227,10 +263,14 @@ function set(changes) {
   write();
 }
 
+const linkTo = (name) => html("a", { href: LINKS[name] }, name);
+
 function draw() {
   playing = null;
   const root = html("main", { "data-key": current.id });
-  root.append(html("p", { class: "lead" }, current.lead));
+  const course = current.course.map((name, i) => [i ? ", " : " In the course: ", linkTo(name)]);
+  root.append(html("div", { class: "lead" }, html("p", {}, current.lead, course, "."),
+    html("details", {}, html("summary", {}, "What is a rank?"), RANK, " More words: ", linkTo("glossary"), ".")));
   current.draw(root, state, set);
   morph(document.querySelector("main"), root);
   if (!playing) stop();
@@ -248,10 +288,10 @@ function show() {
 }
 
 addEventListener("hashchange", show);
-NARROW.addEventListener("change", () => draw());
+addEventListener("resize", () => draw());
 STILL.addEventListener("change", () => draw());
 
-// Tips
+// Tips: beside what they explain; on a narrow page at its other edge. A tap shows one, a tap elsewhere hides it.
 // -------------------------------------------------------------------------------------------------
 
 function showTip(event) {
@@ -261,10 +301,11 @@ function showTip(event) {
   const place = target.getBoundingClientRect();
   box.textContent = target.dataset.tip;
   box.hidden = false;
-  const left = Math.min(Math.max(8, place.left + place.width / 2 - box.offsetWidth / 2), innerWidth - box.offsetWidth - 8);
-  const above = place.top - box.offsetHeight - 8;
-  box.style.left = `${left}px`;
-  box.style.top = `${above > 0 ? above : Math.min(place.bottom + 8, innerHeight - box.offsetHeight)}px`;
+  const free = place.right + 8 + box.offsetWidth < innerWidth;
+  const left = free ? place.right + 8 : Math.max(8, place.left - box.offsetWidth - 8);
+  const top = Math.max(8, Math.min(place.top, innerHeight - box.offsetHeight - 8));
+  const edge = place.top + place.bottom > innerHeight ? "top: 8px" : "bottom: 8px";
+  box.style = NARROW.matches ? edge : `left: ${left}px; top: ${top}px`;
 }
 
 function hideTip() {
@@ -272,5 +313,6 @@ function hideTip() {
 }
 
 for (const kind of ["pointerover", "focusin", "pointerdown"]) document.addEventListener(kind, showTip);
+document.addEventListener("keydown", (event) => (event.key === "Escape" ? hideTip() : null));
 addEventListener("scroll", hideTip, { passive: true });
 addEventListener("DOMContentLoaded", show); // when all views are registered

@@ -1,8 +1,20 @@
 // Time: what fills a training step, by lab 11's model, and the runs that the model is held against.
 
 const TIME_COLOURS = { // of DATA.time.parts
-  matmul: "rank0", attention: "rank4", memory: "rank2", communication: "rank5", host: "rank3",
-  bubble: "rank7", gradients: "rank1", optimizer: "rank6", other: "line",
+  matmul: "part0", attention: "part6", memory: "part3", communication: "part1", host: "part4",
+  bubble: "part2", gradients: "part5", optimizer: "part7", other: "grey",
+};
+// What each of DATA.time.parts is, and why it takes time
+const TIME_REASONS = {
+  matmul: "the products with the weights, which every token goes through",
+  attention: "which grows with the square of the length",
+  memory: "norms, residuals and the like, which wait for memory, not for arithmetic",
+  communication: "messages between the ranks, which nothing hides here",
+  host: "Python and the launches of kernels, which take as long however few tokens there are",
+  bubble: "the pipeline's bubble, since there are too few sequences to keep all stages at work",
+  gradients: "summing gradients over replicas, once a step",
+  optimizer: "AdamW's step, once however few tokens there are",
+  other: "what happens once a step beside that",
 };
 const NETWORK_NAMES = { measured: "as the runs show", ideal: "line rate, no latency" };
 const TP_COLOURS = { 1: "rank0", 2: "rank4", 4: "rank2", 8: "rank3", 16: "rank1", 32: "rank5" };
@@ -23,7 +35,7 @@ function stepsOf({ model, gpu, nodes, network, length, count }) {
 // A bar for each strategy; a click chooses it
 function stepBars(found, state, set) {
   const narrow = NARROW.matches;
-  const [width, left, high, gap] = narrow ? [366, 0, 26, 24] : [760, 190, 30, 12];
+  const [width, left, high, gap] = narrow ? [pageWidth(), 0, 26, 24] : [columnWidths()[0], 190, 30, 12];
   const most = Math.max(...found.map(({ total }) => (total < Infinity ? total : 0)));
   const scale = (width - left - (narrow ? 58 : 70)) / most;
   const rows = found.map(({ strategy, parts, total }, i) => {
@@ -40,7 +52,7 @@ function stepBars(found, state, set) {
       const share = `${label}: ${seconds(part)}, ${(100 * part / total).toFixed(0)}%`;
       return wide < 0.5 ? null : svg("g", tip(share, false),
         svg("rect", { x, y: top, width: wide, height: high, fill: `var(--${TIME_COLOURS[label]})`, class: "held" }),
-        wide > 9 * label.length ? svg("text", { x: x + wide / 2, y: top + high / 2 + 5, class: "onpart" }, label) : null);
+        wide > 10 * label.length ? svg("text", { x: x + wide / 2, y: top + high / 2 + 5, class: "onpart" }, label) : null);
     });
     const says = parts ? seconds(total) : "cannot be split over so many GPUs";
     const end = svg("text", { x: from + 6, y: top + high / 2 + 5, class: "small" }, says);
@@ -53,8 +65,7 @@ function stepBars(found, state, set) {
 
 // Predicted against measured, both in tokens a second a GPU, on logarithmic axes
 function runsChart() {
-  const narrow = NARROW.matches;
-  const [width, height, left, bottom] = narrow ? [366, 300, 48, 40] : [430, 330, 52, 42];
+  const [width, height, left, bottom] = [columnWidths()[1], 320, 52, 42];
   const [low, high] = [60, 60000];
   const at = (value) => Math.log(value / low) / Math.log(high / low);
   const x = (value) => left + (width - left - 8) * at(value);
@@ -79,6 +90,7 @@ view({
   id: "time",
   title: "Time",
   lead: "How long a training step takes and what fills it, by lab 11's model, and how far such predictions were off where others measured.",
+  course: ["lab 11"],
   bare: "strategy",
   state: { strategy: "sp", model: "llama-3.1-8b", gpu: "h100", nodes: 2, network: "measured", length: 131072, count: 16 },
   values: {
@@ -89,12 +101,14 @@ view({
     const { models, gpus, nodes, networks, lengths, counts, strategies, parts, score, flops, peak } = DATA.time;
     const named = (keys, names = {}) => Object.fromEntries(keys.map((key) => [key, names[key] ?? key]));
     const found = stepsOf(state);
-    const { total } = found.find(({ strategy }) => strategy === state.strategy);
+    const { total, parts: own } = found.find(({ strategy }) => strategy === state.strategy);
     const [ranks, tokensOf] = [8 * state.nodes, state.count * state.length];
     const used = (tokensOf * flops[state.model][lengths.indexOf(state.length)]) / (total * ranks * peak);
     const percent = (value, digits = 0) => `${(100 * value).toFixed(digits)}%`;
     const runs = total < Infinity;
-    const words = runs ? `${strategies[state.strategy]} takes ${seconds(total)} for ${tokens(tokensOf)} on ${ranks} GPUs.`
+    const longest = runs ? own.indexOf(Math.max(...own)) : 0;
+    const words = runs ? `${strategies[state.strategy]} takes ${seconds(total)} for ${tokens(tokensOf)} on ${ranks} GPUs. ` +
+      `The largest part, ${percent(own[longest] / total)}, is ${parts[longest]}, ${TIME_REASONS[parts[longest]]}.`
       : `${strategies[state.strategy]} cannot be split over ${ranks} GPUs.`;
     say(words);
     root.append(

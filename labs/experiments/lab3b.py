@@ -1,0 +1,129 @@
+"""What the finished lab 3b shows: four hangs, what their ranks leave behind, and their mends."""
+
+import time
+from pathlib import Path
+
+import torch
+from checks.watching import numbers, on_every_rank
+from harness import on_ranks, table
+from pictures import BLUE, GREY, RED, picture
+
+RANKS = 2
+PATIENCE = 2  # seconds till a call fails; the stack is dumped after half of it
+ASKED = "skipped_collective"  # what the question at the end is about
+NAMES = "skipped_collective", "two_orders", "uneven_batches", "crossed_messages"
+
+
+def arguments(name, rank, seed):
+    """What the program of that name is given on a rank."""
+    batches, weight = list(numbers(seed + rank, 4, 3, 4)), numbers(seed + 9, 4)
+    if name == "skipped_collective":
+        if rank == 1:
+            batches[1][0, 0] = torch.nan
+        return batches, weight
+    if name == "uneven_batches":
+        return batches[: 4 - rank], weight
+    if name == "two_orders":
+        tensors = {"gradient": torch.ones(4), "mean": torch.ones(4)}
+        return ({key: tensors[key] for key in sorted(tensors, reverse=rank == 1)},)
+    return (torch.full((4,), float(rank)),)
+
+
+def run_both(group, lab, name, seed):
+    """On this rank: {"wrong": all ranks' dumps, "right": all ranks' dumps, "seconds": of that}."""
+    args, seen = arguments(name, group.rank(), seed), {}
+    for kind in ("wrong", "right"):
+        own = lab.group_with_timeout(list(range(group.size())), PATIENCE if kind == "wrong" else 30)
+        program, begin = getattr(lab, f"{kind}_{name}"), time.perf_counter()
+        dump = lab.watched(program, *args, group=own, seconds=PATIENCE / 2)
+        seen["seconds"] = time.perf_counter() - begin
+        del dump["result"]
+        seen[kind] = on_every_rank(dump, group)
+    return seen
+
+
+def line_in(entry, file):
+    """The line of the program's file that has made a recorded call."""
+    return next((frame["line"] for frame in entry["frames"] if frame["filename"] == file), None)
+
+
+def print_dumps(name, dumps, file):
+    """What the ranks leave behind, unabridged; of an entry only what differs."""
+    for rank, dump in enumerate(dumps):
+        print(f"\n  {name}, rank {rank}: its stack\n")
+        print(dump["stack"].rstrip() or "(none: it had returned)")
+        print(f"\n  {name}, rank {rank}: its flight record")
+        fields = "collective_seq_id", "profiling_name", "input_sizes"
+        rows = [[entry[field] for field in fields] for entry in dump["record"]]
+        lines = [line_in(entry, file) for entry in dump["record"]]
+        table([*fields, "line"], *([*row, line] for row, line in zip(rows, lines)))
+
+
+def what_they_say(lab, dumps):
+    """{"calls", "difference", "frames"}: each rank's calls, where they part, where each waits."""
+    return {
+        "calls": [[lab.called(entry) for entry in dump["record"]] for dump in dumps],
+        "difference": lab.first_difference([dump["record"] for dump in dumps]),
+        "frames": [lab.own_frame(dump["stack"], lab.__file__) for dump in dumps],
+    }
+
+
+def experiment(lab, args):
+    """The four programs: {"programs": {name: what_they_say() of its dumps}, "failed"}."""
+    source = ["", *Path(lab.__file__).read_text().splitlines()]
+    programs, failed = {}, []
+    stacks = [["stacks", "rank", "waits in", "line", "its text"]]
+    records = [["records", "part at call", *(f"rank {rank}" for rank in range(RANKS)), "mended"]]
+    for name in NAMES:
+        seen = on_ranks(RANKS, run_both, lab, name, args.seed)[0]
+        if args.dump == name:
+            print_dumps(name, seen["wrong"], lab.__file__)
+        programs[name] = said = what_they_say(lab, seen["wrong"])
+        for rank, frame in enumerate(said["frames"]):
+            waits, line = frame or ("(has returned)", 0)
+            stacks.append(["" if rank else name, rank, waits, line or "", source[line].strip()])
+        number, calls = said["difference"] or ("none", [""] * RANKS)
+        calls = [call if call is not None else "never came" for call in calls]
+        records.append([name, number, *calls, f"{seen['seconds'] * 1e3:.0f} ms"])
+        if not any(dump["hung"] for dump in seen["wrong"]):
+            failed.append(f"{name}: the wrong way does not hang")
+        if any(dump["hung"] for dump in seen["right"]):
+            failed.append(f"{name}: the right way hangs")
+    table(*stacks)
+    table(*records)
+    return {"programs": programs, "failed": failed}
+
+
+def draw(results, path):
+    """A row for each rank: its calls by number, blue where the ranks agree, red from there on."""
+    from matplotlib.patches import Rectangle
+
+    with picture(path, [[name] for name in NAMES], (9, 1.7 * len(NAMES))) as axes:
+        for name, said in results["programs"].items():
+            axis, part = axes[name], (said["difference"] or [99])[0]
+            for rank, calls in enumerate(said["calls"]):
+                for i, call in enumerate(calls):
+                    look = {"facecolor": BLUE if i + 1 < part else RED, "edgecolor": "white"}
+                    axis.add_patch(Rectangle((i, -rank - 0.9), 1, 0.8, **look))
+                    axis.text(i + 0.5, -rank - 0.5, call, color="white", ha="center", va="center")
+                frame = said["frames"][rank]
+                state = f"waits in {frame[0]}" if frame else "has returned"
+                axis.text(len(calls) + 0.1, -rank - 0.5, state, color=GREY, va="center")
+            axis.set(xlim=(0, 6.5), ylim=(-RANKS, 0), xticks=[], title=name.replace("_", " "))
+            axis.set_yticks([-rank - 0.5 for rank in range(RANKS)], ["rank 0", "rank 1"])
+            axis.spines[["left", "bottom"]].set_visible(False)
+            axis.tick_params(length=0)
+
+
+PREDICT = (
+    "4 batches a rank, the second of rank 1 is not finite, and rank 1 skips it; then a barrier: "
+    "at which collective do the ranks' flight records part?",
+    "rank 1's third batch is its second call: the records agree up to its third, and then it has "
+    "no batch left",
+    lambda results: results["programs"][ASKED]["difference"][0],
+)
+
+
+def add_options(parser):
+    """The lab's own option."""
+    parser.add_argument("--dump", metavar="NAME", choices=NAMES, help="print a program's dumps")

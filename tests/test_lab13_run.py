@@ -1,0 +1,136 @@
+"""Lab 13: every layout into every other, what is read and written, what is said of bad files."""
+
+import json
+
+import pytest
+from learner import CHECKS, LABS, SHOWN, harness, run_lab
+from pytest import approx
+
+SHOWN["lab13"]  # its import found experiments/ and checks/
+from checks import shards  # noqa: E402
+from experiments import suite  # noqa: E402
+
+lab = harness.load(LABS["lab13"])
+# Tied embedding; in a layer q and o, k and v, three of the MLP, two norms; the last norm
+H, V, MLP, KV, LAYERS = 24, 50, 20, 12, 5
+NUMBERS = V * H + LAYERS * (2 * H * H + 2 * KV * H + 3 * MLP * H + 2 * H) + H
+TENSORS = 1 + LAYERS * 9 + 1
+
+
+def results_of(monkeypatch, tmp_path, *options):
+    monkeypatch.setattr(CHECKS["lab13"], "CHECKS", {})  # test_labs.py runs them
+    file = tmp_path / "results.json"
+    assert run_lab(LABS["lab13"], ["--json", str(file), *options]) == 0
+    return json.loads(file.read_text())
+
+
+@pytest.mark.slow  # half a minute; all: two minutes
+@pytest.mark.parametrize("which,count", [("some", suite.SOME), ("all", len(suite.LAYOUTS))])
+def test_every_layout_into_every_other(which, count, monkeypatch, tmp_path):
+    found = results_of(monkeypatch, tmp_path, "--pairs", which, "--seed", "3")
+    assert len({(row["saved"], row["loaded"]) for row in found["pairs"]}) == count**2
+    assert found["failed"] == []
+    for row in found["pairs"]:
+        assert row["error"] <= 1e-12, row
+        assert [sum(files) for files in row["read"]] == row["held"]
+        assert max(row["peak"]) < 100_000  # the whole is four times that
+    for row in found["saves"]:
+        assert sum(row["written"]) == 3 * 8 * NUMBERS + 4 * TENSORS, "each number once"
+    written = {row["layout"]: row["written"] for row in found["saves"]}
+    assert max(written["ulysses 2"]) - min(written["ulysses 2"]) <= 8 * V * H
+    dcp = found["dcp"]
+    assert all(ours == held and theirs > held for held, theirs, ours in dcp["loaded"])
+    assert dcp["plain"] == [True, False], "DCP keeps one rank's plain tensor for all"
+    assert found["prediction"]["measured"] == approx(100 * 8 / 17)
+
+
+def test_the_pictures_cuts(tmp_path):
+    """Of 50 rows 17, 17, 16; of o_proj's 24 columns 8 each."""
+    pieces = [[[0, 600, 0, 1], 0], [[600, 600, 0, 1], 1]]
+    columns = [[[0, 16, 24, 24], 0], [[16, 8, 24, 24], 1]]
+    found = {"a.embedding.weight": [[50, 24], pieces], "a.o_proj.weight": [[24, 24], columns]}
+    results = {
+        "sources": found,
+        "pairs": [],
+        "saves": [{"written": [1], "held": [1], "layout": "x"}],
+    }
+    path = tmp_path / "cuts.png"
+    SHOWN["lab13"].draw(results, path)
+    assert path.stat().st_size > 10_000
+
+
+@pytest.fixture
+def saved(tmp_path, monkeypatch):
+    """(folder, full tensors, load) of a checkpoint; load() on one rank: tensors, or the error."""
+    full = shards.drawn(0, shards.SHAPES)
+    shards.save_with(lab, tmp_path, full, "tp", 2)
+    monkeypatch.setattr(lab, "gather_objects", lambda value, group: [value])
+    group = harness.ModuleType("group")
+    group.rank, group.size = lambda: 0, lambda: 1
+
+    def load(tensors=full):
+        layout = {name: lab.whole(x.shape) for name, x in tensors.items()}
+        tensors = {name: x.clone() for name, x in tensors.items()}
+        try:
+            lab.load(tmp_path, tensors, layout, group)
+        except lab.CheckpointError as problem:
+            return str(problem)
+        return tensors
+
+    return tmp_path, full, load
+
+
+def test_what_is_whole_loads(saved):
+    _, full, load = saved
+    assert shards.same(load(), full)
+
+
+@pytest.mark.parametrize("what", ["missing", "short", "flipped", "swapped"])
+def test_a_bad_file_is_named(saved, what):
+    folder, _, load = saved
+    first, second = sorted(folder.glob("save*"))
+    data = first.read_bytes()
+    if what == "missing":
+        first.unlink()
+    elif what == "short":
+        first.write_bytes(data[:-1])
+    elif what == "flipped":
+        first.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    else:
+        first.write_bytes(second.read_bytes())
+    said = load()
+    assert str(first) in said and "\n" not in said
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", "{}", '{"format": "pt"}', "\x00\xff"])
+def test_a_bad_index_is_named(saved, text):
+    folder, _, load = saved
+    index = folder / "index.json"
+    index.unlink()
+    if text is not None:
+        index.write_text(text)
+    said = load()
+    assert str(index) in said and "\n" not in said
+
+
+def test_another_model_is_refused(saved):
+    _, full, load = saved
+    assert "more is not in the checkpoint" in load(full | {"more": full["q"]})
+    assert "q is ('F64', (6, 4)) in the checkpoint" in load(full | {"q": full["q"][:3]})
+    assert "o is ('F64'" in load(full | {"o": full["o"].float()})
+    less = {name: x for name, x in full.items() if name != "head"}
+    assert "head is in the checkpoint, and in no rank's model" in load(less)
+
+
+def test_what_is_no_safetensors_file_is_named(tmp_path):
+    for text in b"", b"12345678", b"\xff" * 100, b"hello, world, no header":
+        (tmp_path / "x.safetensors").write_bytes(text)
+        with pytest.raises(lab.CheckpointError, match="x.safetensors is no safetensors file"):
+            lab.import_index(tmp_path)
+
+
+def test_bad_input_is_one_line(capsys):
+    assert run_lab(LABS["lab13"], ["--pairs", "none"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: argument --pairs: invalid choice: 'none'")
+    assert err.count("\n") == 1
