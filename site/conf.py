@@ -73,20 +73,20 @@ def side_by_side(left, right):
 
 def navigation(env, readme):
     """README's table of what to read, row by row, and what is left, as tables of contents."""
-    left = sorted(env.found_docs - {root_doc, EXPLORER}, key=lambda page: ("/" not in page, page))
-    parts = {}
-    for row in re.findall(r"^\| .*\]\(.*", readme, re.M):
+    parts, left = {}, sorted(env.found_docs - {root_doc, EXPLORER})
+    table = re.search(r"^\|.* read \|.* build \|.*\n\|.*\n((?:\|.*\n)*)", readme, re.M)[1]
+    for row in table.splitlines():
         pages = []
         for file in re.findall(r"\]\((?!http)([^)#]+)", row):
             name = file.rpartition(".")[0]
-            lab = re.match(r"labs/(lab\d+b?)_", name)
+            lab = re.match("labs/(lab[^_]+)_", name)
             pages += [f"labs/notes/{lab[1]}"] if lab else []
             pages += [name, DIFF] if name == "sp_megatron" else [name]
-        title = re.split("[:;]", row.split("|")[1].strip())[0]
+        title = row.split("|")[1].strip().partition(":")[0]
         parts[title[0].upper() + title[1:]] = [page for page in pages if page in left]
         left = [page for page in left if page not in pages]
-    scripts = [page for page in left if env.doc2path(page).suffix == ".py"]
-    parts |= {"To look up": [page for page in left if page not in scripts], "Tools": scripts}
+    texts = [page for page in left if "/" in page and env.doc2path(page).suffix != ".py"]
+    parts |= {"To look up": texts, "For contributors": [p for p in left if p not in texts]}
     toctree = "\n```{{toctree}}\n:hidden:\n:caption: {}\n\n/{}\n```\n"
     return "".join(toctree.format(title, "\n/".join(pages)) for title, pages in parts.items())
 

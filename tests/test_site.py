@@ -84,7 +84,8 @@ def as_page(file):
 
 def table_of_reading():
     """Files that README's table of what to read names, in order."""
-    rows = re.findall(r"^\| \d+ \|.*", (ROOT / "README.md").read_text(), re.M)
+    text = (ROOT / "README.md").read_text().partition("## What to read, in which order")[2]
+    rows = [line for line in text.partition("\n## ")[0].splitlines() if line.startswith("|")]
     files = re.findall(r"\]\(([\w/.]+)\)", "".join(rows))
     return list(dict.fromkeys(files))
 
