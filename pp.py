@@ -565,7 +565,7 @@ def parallelize(model, group, args):
 
 # Copied from sp_ulysses.py
 def sum_of_losses(model, hidden, targets):
-    """Sum of the losses of tokens hidden (b, c, h): -log softmax(logits)[target]; none if IGNORE.
+    """Sum of -log softmax(logits)[target] of c tokens a sequence, hidden (b, c, h); 0 if IGNORE.
 
     By hand, since F.cross_entropy sums a large vocabulary too coarsely in float32 on a CPU.
     """
