@@ -446,7 +446,7 @@ def split(n, rank, world):
 # Copied from tp.py
 def mark(tensor, shard=None, replicas=1, sum_over=None):
     """Note on a tensor which slice (dim, start, end) of the full one it is (None: all of it), how
-    many ranks hold the same slice, and the ranks of which each computes a part of its gradient."""
+    many ranks hold the same slice, and over which group its gradient has to be summed (or None)."""
     tensor.shard, tensor.replicas, tensor.sum_over = shard, replicas, sum_over
     return tensor
 
@@ -559,7 +559,7 @@ def parallelize(model, group, args):
 
 # Copied from sp_ulysses.py
 def sum_of_losses(model, hidden, targets):
-    """Sum of the losses of tokens hidden (b, c, h): -log softmax(logits)[target]; none if IGNORE.
+    """Sum of -log softmax(logits)[target] of c tokens a sequence, hidden (b, c, h); 0 if IGNORE.
 
     By hand, since F.cross_entropy sums a large vocabulary too coarsely in float32 on a CPU.
     """

@@ -27,14 +27,14 @@ and what lies between the two halves (residuals, norms) is 1/P as large.
     none                  all, and each block's gathered input (b, s, h)       8
     block (default)       the layer's input, (b, s/P, h)                       8, and 3 recomputed
 
-Megatron-LM keeps the shard of a block's input and gathers it again in the backward: labs/
-lab2_megatron_layers.py builds that by hand. Each message is that of a full (b, s, h).
+Megatron-LM keeps the shard of a block's input and gathers it again in the backward, as
+labs/lab2_megatron_layers.py does. Each message is that of a full (b, s, h).
 
     torchrun --nproc_per_node=2 sp_megatron.py --mode correctness
     torchrun --nproc_per_node=4 sp_megatron.py --mode all --length 1001
     torchrun --nproc_per_node=2 sp_megatron.py --length 20480 --batch 1 --mode benchmark
     torchrun --nproc_per_node=2 labs/break_it.py sp_megatron.py unsummed_norm_gradient
-    diff tp.py sp_megatron.py     # what sequence parallelism changes
+    diff tp.py sp_megatron.py     # what changes; --dtensor is tp.py's alone
 """
 
 import argparse
@@ -186,7 +186,7 @@ def head_range(config, rank, world):
 # Copied from tp.py
 def mark(tensor, shard=None, replicas=1, sum_over=None):
     """Note on a tensor which slice (dim, start, end) of the full one it is (None: all of it), how
-    many ranks hold the same slice, and the ranks of which each computes a part of its gradient."""
+    many ranks hold the same slice, and over which group its gradient has to be summed (or None)."""
     tensor.shard, tensor.replicas, tensor.sum_over = shard, replicas, sum_over
     return tensor
 
@@ -266,7 +266,7 @@ def parallelize(model, group, args):
     (q0, q1), (k0, k1), replicas = head_range(config, rank, world)
     i0, i1 = split(config.intermediate_size, rank, world)
     v0, v1 = split(config.vocab_size, rank, world)
-    d, same_kv = config.head_dim, None  # same_kv: the ranks that hold the same KV heads
+    d, same_kv = config.head_dim, None  # same_kv: ranks that share KV heads sum their gradients
     if replicas > 1:
         same_kv, _ = dist.new_subgroups(replicas, group, args.wait)
     norms = [model.model.norm]
@@ -276,7 +276,7 @@ def parallelize(model, group, args):
         attention.k_proj = ColumnParallelLinear(attention.k_proj, k0 * d, k1 * d, replicas, same_kv)
         attention.v_proj = ColumnParallelLinear(attention.v_proj, k0 * d, k1 * d, replicas, same_kv)
         attention.o_proj = RowParallelLinear(attention.o_proj, q0 * d, q1 * d, group)
-        attention.num_key_value_groups = (q1 - q0) // (k1 - k0)
+        attention.num_key_value_groups = (q1 - q0) // (k1 - k0)  # for HF's repeat_kv
         mlp.gate_proj = ColumnParallelLinear(mlp.gate_proj, i0, i1)
         mlp.up_proj = ColumnParallelLinear(mlp.up_proj, i0, i1)
         mlp.down_proj = RowParallelLinear(mlp.down_proj, i0, i1, group)
@@ -314,8 +314,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         target_logit = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0)
         both = torch.stack([target_logit, shifted.exp_().sum(-1)])
         target_logit, sum_exp = all_reduce(both, group)
-        # Not peak + log(sum_exp) as one number: rounded at the size of a logit, it would cost two
-        # digits of the gradient of a confident prediction, where softmax - 1 is small.
+        # peak and sum_exp, not peak + log(sum_exp): that is rounded at the size of a logit, and
+        # softmax - 1, which is small where a prediction is confident, would lose two digits.
         ctx.save_for_backward(logits, column, elsewhere, peak, sum_exp)
         return sum_exp.log() - target_logit
 
@@ -328,7 +328,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def sum_of_losses(model, hidden, targets, group):
-    """Sum of the losses of all ranks' tokens, hidden (b, c/P, h) on each; none where IGNORE."""
+    """Sum of the losses of c tokens a sequence, hidden (b, c/P, h) on each rank; 0 if IGNORE."""
     logits = model.lm_head(gather_from_sp_region(hidden, group)).flatten(0, 1)  # (b c, v/P)
     start, _ = split(model.config.vocab_size, group.rank(), group.size())
     loss = VocabParallelCrossEntropy.apply(logits, targets.flatten(), start, group)
@@ -337,10 +337,10 @@ def sum_of_losses(model, hidden, targets, group):
 
 def mean_loss(model, hidden, labels, group, args):
     """Mean loss over all targets, the same on every rank, from each rank's hidden (b, s/P, h)."""
-    world, size = group.size(), hidden.shape[1]  # size: of a rank's tokens, so many at a time
+    world, size = group.size(), hidden.shape[1]  # size: tokens of a rank's share at a time
     size = size if args.loss == "full" else max(1, LOSS_CHUNK // args.batch)
-    # The target of a token is the next one. Shifted before they are split: a rank's last token
-    # predicts the first of the next rank's
+    # The target of a token is the next one. Shifted before the split: a rank's last token predicts
+    # the next rank's first. Padded until the number of ranks divides the length
     targets = F.pad(labels[:, 1:], (0, 1 + -labels.shape[1] % world), value=IGNORE)
     by_rank = targets.unflatten(1, (world, -1))  # (b, P, s/P): the order after a gather
     total = 0

@@ -11,7 +11,7 @@ by itself: so it gets all tokens of 1/P of the heads. P = 2, one attention block
         |        all-to-all, each of q, k, v    |            backward: all-to-all back
         v                                       v
     (b, heads/2, s, d)          (b, heads/2, s, d)           all tokens, own heads
-    attention, heads 0..n/2     attention, heads n/2..n      HF's own: sdpa, eager or flash
+    attention, first half       attention, second half       HF's own: sdpa, eager or flash
     (b, s, heads/2, d)          (b, s, heads/2, d)
         |        all-to-all                     |            backward: all-to-all back
         v                                       v
@@ -34,7 +34,7 @@ by itself: so it gets all tokens of 1/P of the heads. P = 2, one attention block
 
 What a rank sends for a layer shrinks with P; in tp.py and sp_megatron.py it does not. But weights,
 gradients and optimizer state do not shrink, unless --shard-weights leaves 1/P of them on each rank
-(ZeRO-3), and there can be no more ranks than heads.
+(ZeRO-3). As in tp.py, there can be no more ranks than heads.
 
     torchrun --nproc_per_node=2 sp_ulysses.py --mode correctness
     torchrun --nproc_per_node=4 sp_ulysses.py --mode all --length 1001
@@ -184,7 +184,7 @@ def head_range(config, rank, world):
 # Copied from tp.py
 def mark(tensor, shard=None, replicas=1, sum_over=None):
     """Note on a tensor which slice (dim, start, end) of the full one it is (None: all of it), how
-    many ranks hold the same slice, and the ranks of which each computes a part of its gradient."""
+    many ranks hold the same slice, and over which group its gradient has to be summed (or None)."""
     tensor.shard, tensor.replicas, tensor.sum_over = shard, replicas, sum_over
     return tensor
 
@@ -299,7 +299,7 @@ def own_tokens(x, group, padding):
 
 # Copied from sp_ulysses.py
 def sum_of_losses(model, hidden, targets):
-    """Sum of the losses of tokens hidden (b, c, h): -log softmax(logits)[target]; none if IGNORE.
+    """Sum of -log softmax(logits)[target] of c tokens a sequence, hidden (b, c, h); 0 if IGNORE.
 
     By hand, since F.cross_entropy sums a large vocabulary too coarsely in float32 on a CPU.
     """
@@ -313,10 +313,10 @@ def sum_of_losses(model, hidden, targets):
 
 def mean_loss(model, hidden, labels, group, args):
     """This rank's summand of the mean loss over all targets, from its hidden (b, s/P, h)."""
-    size = hidden.shape[1]  # of a rank's tokens, so many at a time
+    size = hidden.shape[1]  # tokens of a rank's share at a time
     size = size if args.loss == "full" else max(1, LOSS_CHUNK // args.batch)
-    # The target of a token is the next one. Shifted before they are split: a rank's last token
-    # predicts the first of the next rank's
+    # The target of a token is the next one. Shifted before the split: a rank's last token predicts
+    # the next rank's first
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
     count = (targets != IGNORE).sum()  # all ranks': they are not evenly spread
     total = 0

@@ -160,7 +160,7 @@ def head_range(config, rank, world):
 # Copied from tp.py
 def mark(tensor, shard=None, replicas=1, sum_over=None):
     """Note on a tensor which slice (dim, start, end) of the full one it is (None: all of it), how
-    many ranks hold the same slice, and the ranks of which each computes a part of its gradient."""
+    many ranks hold the same slice, and over which group its gradient has to be summed (or None)."""
     tensor.shard, tensor.replicas, tensor.sum_over = shard, replicas, sum_over
     return tensor
 
@@ -242,7 +242,7 @@ def parallelize(model, group, args):
     (q0, q1), (k0, k1), replicas = head_range(config, rank, world)
     i0, i1 = split(config.intermediate_size, rank, world)
     v0, v1 = split(config.vocab_size, rank, world)
-    d, same_kv = config.head_dim, None  # same_kv: the ranks that hold the same KV heads
+    d, same_kv = config.head_dim, None  # same_kv: ranks that share KV heads sum their gradients
     if replicas > 1:
         same_kv, _ = dist.new_subgroups(replicas, group, args.wait)
     norms = [model.model.norm]
@@ -252,7 +252,7 @@ def parallelize(model, group, args):
         attention.k_proj = ColumnParallelLinear(attention.k_proj, k0 * d, k1 * d, replicas, same_kv)
         attention.v_proj = ColumnParallelLinear(attention.v_proj, k0 * d, k1 * d, replicas, same_kv)
         attention.o_proj = RowParallelLinear(attention.o_proj, q0 * d, q1 * d, group)
-        attention.num_key_value_groups = (q1 - q0) // (k1 - k0)
+        attention.num_key_value_groups = (q1 - q0) // (k1 - k0)  # for HF's repeat_kv
         mlp.gate_proj = ColumnParallelLinear(mlp.gate_proj, i0, i1)
         mlp.up_proj = ColumnParallelLinear(mlp.up_proj, i0, i1)
         mlp.down_proj = RowParallelLinear(mlp.down_proj, i0, i1, group)
@@ -291,8 +291,8 @@ def parallelize_dtensor(model, group):
         model.lm_head.weight = model.model.embed_tokens.weight
     for parameter in model.parameters():
         sharded = isinstance(parameter, DTensor) and parameter.placements[0].is_shard()
-        # The proof looks at full tensors, on every rank. A matrix that the plan forgot counts once
-        # per rank there: coverage P
+        # The proof takes full_tensor(): every rank has all of a DTensor, P replicas. A matrix that
+        # the plan forgot is marked as one, and coverage P shows it
         mark(parameter, replicas=group.size() if sharded or parameter.dim() == 1 else 1)
     return model
 
@@ -318,8 +318,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         target_logit = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0)
         both = torch.stack([target_logit, shifted.exp_().sum(-1)])
         target_logit, sum_exp = all_reduce(both, group)
-        # Not peak + log(sum_exp) as one number: rounded at the size of a logit, it would cost two
-        # digits of the gradient of a confident prediction, where softmax - 1 is small.
+        # peak and sum_exp, not peak + log(sum_exp): that is rounded at the size of a logit, and
+        # softmax - 1, which is small where a prediction is confident, would lose two digits.
         ctx.save_for_backward(logits, column, elsewhere, peak, sum_exp)
         return sum_exp.log() - target_logit
 
@@ -332,7 +332,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def sum_of_losses(model, hidden, targets, group):
-    """Sum of the losses of tokens hidden (b, c, h); none where targets (b, c) are IGNORE."""
+    """Sum of the losses of c tokens a sequence, hidden (b, c, h); 0 where targets are IGNORE."""
     logits = model.lm_head(hidden).flatten(0, 1)  # (b c, v/P)
     start, _ = split(model.config.vocab_size, group.rank(), group.size())
     loss = VocabParallelCrossEntropy.apply(logits, targets.flatten(), start, group)
@@ -341,7 +341,7 @@ def sum_of_losses(model, hidden, targets, group):
 
 def mean_loss(model, hidden, labels, group, args):
     """Mean loss over all targets, the same on every rank, from hidden (b, s, h)."""
-    world, size = group.size(), hidden.shape[1]  # size: of a sequence, so many tokens at a time
+    world, size = group.size(), hidden.shape[1]  # size: tokens of a sequence at a time
     size = size if args.loss == "full" else max(1, LOSS_CHUNK * world // args.batch)
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)  # the target of a token is the next one
     if not args.dtensor:  # whose head has an f of its own
@@ -409,7 +409,7 @@ def expected_traffic(config, group, args):
     size = args.length if args.loss == "full" else max(1, LOSS_CHUNK * P // args.batch)
     chunks, blocks = math.ceil(args.length / size), 2 * layers
     copies = 5 * layers + chunks if args.dtensor else blocks + 1  # every f, the head's included
-    sizes = 5 * layers + 1 if args.dtensor else blocks + 1
+    sizes = 5 * layers + 1 if args.dtensor else blocks + 1  # theirs, in multiples of (b, s, h)
     rows = [
         ("forward", "all_reduce", 1 + blocks, (1 + blocks) * hidden),  # embedding, every g
         ("forward", "all_reduce", 2 * chunks, 3 * loss),  # max; sum-exp and target logit

@@ -278,8 +278,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         target_logit = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0)
         both = torch.stack([target_logit, shifted.exp_().sum(-1)])
         target_logit, sum_exp = all_reduce(both, group)
-        # Not peak + log(sum_exp) as one number: rounded at the size of a logit, it would cost two
-        # digits of the gradient of a confident prediction, where softmax - 1 is small.
+        # peak and sum_exp, not peak + log(sum_exp): that is rounded at the size of a logit, and
+        # softmax - 1, which is small where a prediction is confident, would lose two digits.
         ctx.save_for_backward(logits, column, elsewhere, peak, sum_exp)
         return sum_exp.log() - target_logit
 
