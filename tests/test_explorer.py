@@ -19,12 +19,8 @@ import sp_layout_sim
 
 PAGE = ROOT / "notebooks" / "explorer.html"
 VIEWS = ["layouts", "memory", "pipelines", "collectives", "time"]
-SIZES = {
-    "laptop": (1280, 800),
-    "phone": (390, 844),
-    "tablet": (800, 1000),
-    "projector": (1920, 1080),
-}
+SIZES = {"laptop": (1280, 800), "phone": (390, 844), "tablet": (800, 1000)}
+SIZES["projector"] = 1920, 1080
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking"]
 QUIET += ["--disable-component-update", "--disable-sync", "--no-first-run"]
 
