@@ -25,6 +25,7 @@ from checks.experts import (
     subgroups,
     tiny,
 )
+from checks.tools import expect_traffic
 from checks.zero import attempt
 from harness import LABS, Traffic, expect, load
 from torch import nn
@@ -190,13 +191,17 @@ def check_block(lab, world, seed):
         own = x[:, mine].detach().requires_grad_()
         what = f"{family}, {count} experts on {P} ranks with {tokens} tokens"
         hint = "on the way back sends and receives change places"
-        with Float64():
+        with Float64(), Traffic() as traffic:
             out = attempt(what, hint, ours, own)
         hint = "rows come rank by rank: by_expert() before the experts, its argsort() behind them"
         hints = {"each row times the router's weights": plain[None].detach()}
         same(f"{what}: the output", out.detach(), right[:, mine].detach(), hints, hint)
         parameters = {"x": own, **dict(ours.named_parameters())}
-        grads = attempt(what, hint, gradients, out, dy[:, mine], [*parameters.values()])
+        with traffic:
+            grads = attempt(what, hint, gradients, out, dy[:, mine], [*parameters.values()])
+        choices = [part.flatten().bincount(minlength=count) for part in experts.split(tokens)]
+        most, _ = finished.message_bytes(torch.stack(choices), rank, 16, 8)
+        expect_traffic(what, traffic, {"all_to_all": most})
         found = dict(zip(parameters, grads))
         dist.all_reduce(found["router"], group=group)
         held = slice(*split(count, rank, P))
