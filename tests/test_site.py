@@ -15,10 +15,11 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 from conftest import ROOT
-from test_explorer import SIZES, browser  # noqa: F401
+from test_explorer import browser  # noqa: F401
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 REPOSITORY = PROJECT["urls"]["Repository"]
+SIZES = {"desk": (1280, 800), "phone": (390, 844)}
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
@@ -210,14 +211,13 @@ def test_words_lead_to_the_glossary_once_a_page(pages):
 @pytest.mark.slow
 def test_pages_in_a_browser(browser, address, pages):  # noqa: F811
     """No error, no request to another host, all pictures, no page that scrolls sideways."""
-    width, height = SIZES["projector"]
-    tab = browser.new_page(viewport={"width": width, "height": height})
-    wrong = []
+    tab, wrong = browser.new_page(), []
     tab.on("console", lambda told: wrong.append(told.text) if told.type == "error" else None)
     tab.on("pageerror", lambda error: wrong.append(str(error)))
     ours = (address, "data:")
     tab.on("request", lambda r: None if r.url.startswith(ours) else wrong.append(r.url))
     for page in pages:
+        tab.set_viewport_size({"width": 1280, "height": 800})
         tab.goto(address + page)
         for size, (width, height) in SIZES.items():
             tab.set_viewport_size({"width": width, "height": height})
