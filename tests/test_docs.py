@@ -112,6 +112,11 @@ def test_both_orders_of_reading_are_one():
     stems.sort(key=lambda stem: (int(re.match(r"lab(\d+)", stem)[1]), stem))
     labs = [f"{stem}.py" for stem in stems]
     assert labs == [file for row in steps(DOCS[0]) for file in row if file.startswith("lab")]
+    counts = re.findall(r"\]\((lab\w+\.py)\).*\| (\d+) \| \d+ s \|$", DOCS[2].read_text(), re.M)
+    assert [file for file, _ in counts] == labs
+    for file, count in counts:
+        exercises = re.findall(r"# exercise: (\w+)", (ROOT / "labs" / file).read_text())
+        assert len(set(exercises)) == int(count), file
 
 
 BUDGETS = {"README.md": 180, "CONTRIBUTING.md": 80, "AGENTS.md": 60, "labs/README.md": 150}
