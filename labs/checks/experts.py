@@ -76,7 +76,7 @@ def one_device(model, ids, labels, coefficient):
     return loss.detach(), grads
 
 
-def own_share(name, right, blocks, held):
+def own_share(name, right, held):
     """One device's gradient, of it the rows of this rank's experts; the name in our model."""
     ours = name.replace("gate.weight", "router")
     ours = ours.replace("experts.gate_up_proj", "gate_up").replace("experts.down_proj", "down")
@@ -105,7 +105,7 @@ def model_errors(lab, case, rank, world, parallel):
     norm = torch.stack([grad.norm() for grad in right.values()]).norm()
     errors = {"loss": abs(found - loss).item() / loss.item()}
     for name, grad in right.items():
-        ours, grad = own_share(name, grad, blocks, held)
+        ours, grad = own_share(name, grad, held)
         # what is zero by construction is held against a thousandth of all gradients' norm
         error = (grads[ours] - grad).norm() / torch.maximum(grad.norm(), norm / 1000)
         errors[ours] = error.item()
@@ -206,7 +206,7 @@ def check_dropped_model(lab, group, seed):
     for layer in right.model.layers:
         layer.mlp = Dropping(layer.mlp, 0.5)
     ours = tiny("Qwen3-MoE", 5, 1, seed)
-    blocks = lab.parallelize(ours, group, 0.5)
+    lab.parallelize(ours, group, 0.5)
     with Float64():
         logits, mine = (model(input_ids=ids, use_cache=False).logits for model in (right, ours))
     what = "a model with capacity 0.5"
@@ -220,7 +220,7 @@ def check_dropped_model(lab, group, seed):
         if "experts" in name:  # they have the gradients of both ranks
             dist.all_reduce(p.grad, group=group)
         held = slice(*lab.split(5, group.rank(), 2))
-        name, grad = own_share(name.replace("block.", ""), p.grad, blocks, held)
+        name, grad = own_share(name.replace("block.", ""), p.grad, held)
         error = (grads[name] - grad).norm() / torch.maximum(grad.norm(), norm / 1000)
         expect(error <= EXACT, f"{what}: the gradient of {name} is off by {error:.1e}")
     return sum(int(layer.mlp.lost.sum()) for layer in right.model.layers)

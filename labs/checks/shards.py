@@ -26,8 +26,9 @@ def part_of(full, shard):
     return full.flatten()[numbers_of(shard)].clone()
 
 
-def share(n, rank, world):
-    """[start, end) of a rank's share of n things, as in tp.py."""
+# Copied from tp.py
+def split(n, rank, world):
+    """[start, end) of the rank's share of n things: the first n % world ranks hold one more."""
     base, extra = divmod(n, world)
     return rank * base + min(rank, extra), (rank + 1) * base + min(rank + 1, extra)
 
@@ -42,7 +43,7 @@ def layout_of(kind, shapes, rank, world):
     for i, name in enumerate(names):
         shape, dim = shapes[name], 1 if name == "o" else 0
         if kind == "tp" and len(shape) == 2:
-            found[name] = finished.cut(shape, dim, *share(shape[dim], rank, world))
+            found[name] = finished.cut(shape, dim, *split(shape[dim], rank, world))
         elif kind != "pp" or not shape or i % world == rank or (i, rank) == (0, world - 1):
             found[name] = finished.whole(shape)
     return found
