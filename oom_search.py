@@ -598,9 +598,8 @@ def make_case(name, world, rank, length, options):
     contents = b"".join(file.read_bytes() for file in files if file.is_file())
     case = {"how": options.how, "script": script, "argv": argv, "world": world, "rank": rank}
     case["plain"] = name == "plain"
-    case |= {
-        own: getattr(options, own) for own in ("optimizer", "recompute", "tile", "head_chunks")
-    }
+    for own in ("optimizer", "recompute", "tile", "head_chunks"):
+        case[own] = getattr(options, own)
     if not options.tile and name != "plain" and options.recompute in ("block", "offload"):
         case["tile"] = TILE
     case |= {"sha256": hashlib.sha256(contents).hexdigest()}
@@ -825,6 +824,7 @@ def parse(argv):
     four = [name for name in scripts if name not in ("tp_dtensor", "plain")]
     asked = [four if name == "all" else [ALIASES.get(name, name)] for name in options.strategy]
     options.strategies = list(dict.fromkeys(sum(asked, [])))
+    options.nproc, options.at = (list(dict.fromkeys(x)) for x in (options.nproc, options.at))
     if options.at and (options.lo or options.hi):
         raise UsageError("--at searches nothing: without --lo and --hi it would do")
     if options.lo and options.hi and options.lo >= options.hi:
