@@ -246,7 +246,7 @@ def check_bytes(lab, world, seed):
 
 
 def check_balance(lab, group, seed):
-    rank, tokens, count = group.rank(), [3, 0, 5, 2], 6
+    rank, tokens, count = group.rank(), [3, 0, 5, 4], 6  # none is k: a hint each
     mine = slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
     for layers, k in (1, 1), (3, 2):
         logits = [drawn(seed + i, sum(tokens), count).requires_grad_() for i in range(layers)]
@@ -263,10 +263,13 @@ def check_balance(lab, group, seed):
         what = f"{layers} layers, {k} of {count} experts, {tokens[rank]} tokens: the balance losses"
         own_shares = "an expert's share is of all ranks' tokens: all-reduce the counts"
         hints = {own_shares: alone.detach() * tokens[rank]}
-        hints |= {"the sum over this rank's tokens, not their mean": wanted / max(1, tokens[rank])}
+        a_sum = "the sum over this rank's tokens, not their mean"
+        hints |= {a_sum: wanted / max(1, tokens[rank])}
         hints |= {"the mean over the layers": wanted * layers}
         hints |= {"share: choices over tokens, so that shares add up to k": wanted / k}
-        same(what, loss.detach(), wanted.detach(), {h: t.detach() for h, t in hints.items()})
+        hints = {hint: tensor.detach() for hint, tensor in hints.items()}
+        otherwise = "" if loss.isfinite() else a_sum  # a mean of no tokens is not a number
+        same(what, loss.detach(), wanted.detach(), hints, otherwise)
         total = loss.detach().clone()
         dist.all_reduce(total, group=group)
         same(f"{what}, of all ranks", total / sum(tokens), right.detach())
