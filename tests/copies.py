@@ -3,8 +3,7 @@
 The scripts and labs import nothing of each other, so that one file is all there is to read. What
 they have in common carries the line `# Copied from tp.py` above it: here the text below that line
 is compared with the statement of the same name in the file named. Above the banner of a section the
-line stands for all of the file from there on. Where two scripts share something, the line stands in
-the original too, so that `diff` of the two shows only what differs.
+line stands for all of the file from there on. The original itself carries no such line.
 
     python tests/copies.py          # list what drifted; exit 1 if anything did
     python tests/copies.py --fix    # write the original over its copies
@@ -43,7 +42,16 @@ def statements(text):
 def split_tail(text):
     """(the text before a tail that is copied as a whole, the tail, the file it is copied from)."""
     mark = TAIL.search(text)
-    return (text[: mark.start()], text[mark.start() :], mark[1]) if mark else (text, "", None)
+    if not mark:
+        return text, "", None
+    banner = mark.end() - len(mark[0].splitlines()[-1])
+    return text[: mark.start()], text[banner:], mark[1]
+
+
+def tail_of(text, like):
+    """Of an original, what follows the banner with which the copied tail `like` begins."""
+    head, banner, rest = text.partition(like.splitlines()[0])
+    return banner + rest
 
 
 def drift(folder=ROOT, fix=False):
@@ -62,10 +70,10 @@ def drift(folder=ROOT, fix=False):
 
     for script in texts:
         head, tail, original = split_tail(texts[script])
-        if original and split_tail(texts[original])[1] != tail:
+        if original and tail_of(texts[original], tail) != tail:
             problems.append(f"{script}: its last sections differ from those of {original}")
             if fix:
-                write(script, head + split_tail(texts[original])[1])
+                write(script, f"{head}# Copied from {original}\n{tail_of(texts[original], tail)}")
     tables = {name: statements(text) for name, text in texts.items()}
     own = {name: statements(split_tail(text)[0]) for name, text in texts.items()}
 
@@ -78,9 +86,7 @@ def drift(folder=ROOT, fix=False):
             if original and name not in tables.get(original, {}):
                 problems.append(f"{script}: {name} is said to be of {original}, which has none")
             elif original == script:
-                others = [own[other].get(name, (0, 0, None))[2] for other in texts]
-                if others.count(script) == 1:
-                    problems.append(f"{script}: {name} is marked as copied, but nothing copies it")
+                problems.append(f"{script}: {name} is said to be a copy of itself")
             elif original and source(script, name) != source(original, name):
                 problems.append(f"{script}: {name} differs from its original in {original}")
                 if fix:
