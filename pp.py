@@ -8,29 +8,35 @@ Every rank holds some of the layers, a stage, and sends the hidden states on. P 
         |                    <-- gradients (b, s, h) ---    loss
 
 With one batch, one stage would wait while the other computes. So the batch is cut into M
-microbatches, and a schedule is the order in which a rank works on them. F forward, B backward
-(twice the work), microbatch 0 to 3, P = 2:
+microbatches, and a schedule is the order in which a rank works on them. Here P = 2 and M = 4. F0 is
+the forward of microbatch 0, and B0 its backward, which takes twice as long; a dot is waiting.
 
-    afab    rank 0  F0 F1 F2 F3 .  .  .  B0 -- B1 -- B2 -- B3 --   all forward, all backward: keeps
-            rank 1  .  F0 F1 F2 F3 B0 -- B1 -- B2 -- B3 -- .  .    activations of all M microbatches
-    1f1b    rank 0  F0 F1 .  .  B0 -- F2 B1 -- F3 B2 -- .  B3 --   one forward, one backward: as
-            rank 1  .  F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .  .    long, but at most P in flight
-    zb      rank 0  F0 F1 .  B0 W0 F2 B1 W1 F3 B2 W2 B3 W3         B: the input's gradient, all that
-            rank 1  .  F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3         rank 0 waits for; W: weights'
+afab: all forward, all backward. Every rank keeps the activations of all M microbatches.
+    rank 0   F0 F1 F2 F3 .  .  .  B0 -- B1 -- B2 -- B3 --
+    rank 1   .  F0 F1 F2 F3 B0 -- B1 -- B2 -- B3 -- .  .
+1f1b: one forward, one backward. It takes as long, but keeps at most P microbatches' activations.
+    rank 0   F0 F1 .  .  B0 -- F2 B1 -- F3 B2 -- .  B3 --
+    rank 1   .  F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .  .
+interleaved: a rank has V = 2 stages (rank 0 layers 0, 1, 4, 5; small letters are its second stage),
+each half as long, so a column is half as much time. 1/V of the waiting, but more messages.
+    rank 0   F0 F1 f0 f1 F2 .  b0 -- F3 b1 -- f2 B0 -- f3 B1 -- .  b2 -- .  b3 -- B2 -- B3 --
+    rank 1   .  F0 F1 f0 b0 -- f1 b1 -- F2 B0 -- F3 B1 -- f2 b2 -- f3 b3 -- B2 -- B3 -- .  .
+zb: B computes only the gradient of the stage's input, for which the rank before it waits, and W the
+weights' gradients, for which no rank waits. F, B and W take equally long.
+    rank 0   F0 F1 .  B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
+    rank 1   .  F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
 
-    interleaved: a rank has V stages of 1/V the size, rank 0 layers 0, 1, 4 and 5. 1/V of the
-    waiting, for V P - 1 boundaries instead of P - 1.
-
-Cost: one (b, s, h) sent forward and one back at each boundary: far less than tp.py's 4 all-reduces
-a layer. Embeddings tied to the head are on the first and the last rank; their gradients are summed
-once a step. Weights, gradients and optimizer state shrink by P; time is lost to the bubble, in
-which a rank waits: (P-1)/(M+P-1) of it with afab and 1f1b, (P-1)/(V M+P-1) interleaved,
-(P-1)/(3 M+P-1) with zb where F, B and W take as long (M >= P; about so with --recompute none).
+Cost: one (b, s, h) is sent forward and one back at each of the V P - 1 boundaries between stages:
+far less than tp.py's 4 all-reduces a layer. Weights, gradients and optimizer state shrink by P.
+Embeddings tied to the head are on the first and the last rank, and their gradients are summed once
+a step. Time is lost to the bubble, in which a rank waits. For M >= P this is (P-1)/(M+P-1) of the
+time with afab and 1f1b, (P-1)/(V M+P-1) interleaved, and (P-1)/(3 M+P-1) with zb.
 
     torchrun --nproc_per_node=2 pp.py --mode correctness --schedule 1f1b --microbatches 4
     torchrun --nproc_per_node=2 pp.py --mode all --schedule zb
-    torchrun --nproc_per_node=2 pp.py --mode benchmark --torch     # the same stages, by PyTorch
-    python pp.py --mode schedule --schedule 1f1b --stages 8 --microbatches 32    # no ranks needed
+    torchrun --nproc_per_node=2 pp.py --mode bubble --schedule zb  # measured beside simulated
+    python pp.py --mode schedule --schedule 1f1b --ranks 8 --microbatches 32  # drawn, without ranks
+    torchrun --nproc_per_node=2 labs/torch_pipeline.py --mode benchmark  # PyTorch runs the stages
     torchrun --nproc_per_node=2 labs/break_it.py pp.py mean_of_means --microbatches 3
 """
 
@@ -51,6 +57,7 @@ import weakref
 from collections import Counter, defaultdict, deque
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import accumulate, product
 from pathlib import Path
 from pydoc_data.topics import topics
 from types import SimpleNamespace
@@ -64,7 +71,6 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -82,19 +88,26 @@ class UsageError(Exception):
     """Arguments or a model that cannot work; the message says what would."""
 
 
-# ---- 2. Communication: the schedules, and the engine that runs them ------------------------------
+# ---- 2. Communication: the schedules, and the channels for their messages ------------------------
 
 
 class Action(NamedTuple):
-    """A unit of a rank's work: one of its stages, on one microbatch.
-
-    kind F: forward; B: backward. With zb, B computes all gradients but those of the linear layers'
-    weights, and W computes these (the names of the Zero Bubble paper).
-    """
+    """A unit of a rank's work. kind F: forward; B: backward; W, only with zb: the gradients of the
+    linear layers' weights, which B then leaves out (the names of the Zero Bubble paper)."""
 
     kind: str
-    stage: int  # of all stages: stage s is on rank s % P
+    stage: int  # 0 to P V - 1; stage s is on rank s % P
     microbatch: int
+
+    def __str__(self):
+        return f"{self.kind}{self.microbatch}"
+
+
+# Copied from tp.py
+def split(n, rank, world):
+    """[start, end) of the rank's share of n things: the first n % world ranks hold one more."""
+    base, extra = divmod(n, world)
+    return rank * base + min(rank, extra), (rank + 1) * base + min(rank + 1, extra)
 
 
 def afab(rank, P, M, V=1):
@@ -107,7 +120,9 @@ def afab(rank, P, M, V=1):
 
 def one_f_one_b(rank, P, M, V=1):
     """One forward, one backward (1F1B; PipeDream-Flush, arXiv 2006.09503)."""
-    warmup = min(P - rank - 1, M)  # forwards before the first: one for each later stage
+    # The last rank can run each backward right after its forward. Every rank before it has to be
+    # one forward further ahead: with P = 4 the warmup is 3, 2, 1, 0 forwards
+    warmup = min(P - rank - 1, M)
     for m in range(warmup):
         yield Action("F", rank, m)
     for m in range(warmup, M):  # steady state
@@ -118,24 +133,31 @@ def one_f_one_b(rank, P, M, V=1):
 
 
 def interleaved(rank, P, M, V):
-    """Interleaved 1F1B (Megatron-LM, arXiv 2104.04473): a rank's stages are rank, rank + P, ..."""
-    count = max(1, M // P)  # of groups: P microbatches or more in each keep all ranks busy
-    groups = [range(*split(M, i, count)) for i in range(count)]
+    """Interleaved 1F1B (Megatron-LM, arXiv 2104.04473): a rank's stages are rank, rank + P, ...
+    A group of P microbatches goes through the rank's first stage, then through its second, and so
+    on; then the next group. Where P does not divide M, groups are larger: with P = 2, V = 2, M = 5
+    they are microbatches 0, 1, 2 and 3, 4, and the ranks run (small letters: their second stage)
+        rank 0   F0 F1 F2 f0 f1   f2 b0 F3 b1 F4 b2 f3 B0 f4 B1   B2 b3 b4 B3 B4
+        rank 1   F0 F1 F2   f0 b0 f1 b1 f2 b2 F3 B0 F4 B1 f3 B2 f4 b3   b4 B3 B4
+    The warmup: the first group's forwards in all stages but the last (here 3), and 2 more for each
+    later rank, to which a microbatch has to go, and from which its gradient has to come back.
+    """
+    group_count = max(1, M // P)
+    groups = [range(*split(M, i, group_count)) for i in range(group_count)]
     stages = range(rank, V * P, P)
-    forward = [Action("F", s, m) for group in groups for s in stages for m in group]
-    backward = [Action("B", s, m) for group in groups for s in reversed(stages) for m in group]
-    # The first group through all of the rank's stages but the last; and two for each later rank, as
-    # a microbatch has to reach it and its gradient has to come back
+    forwards = [Action("F", s, m) for group in groups for s in stages for m in group]
+    backwards = [Action("B", s, m) for group in groups for s in reversed(stages) for m in group]
     warmup = min((V - 1) * len(groups[0]) + 2 * (P - rank - 1), V * M)
-    yield from forward[:warmup]
-    for f, b in zip(forward[warmup:], backward):  # steady state
-        yield f
-        yield b
-    yield from backward[V * M - warmup :]  # cooldown
+    yield from forwards[:warmup]
+    for forward, backward in zip(forwards[warmup:], backwards):  # steady state
+        yield forward
+        yield backward
+    yield from backwards[V * M - warmup :]  # cooldown
 
 
 def zero_bubble(rank, P, M, V=1):
-    """ZB-H1 (arXiv 2401.10241): 1F1B in which W comes `rank` microbatches after its B."""
+    """ZB-H1 (arXiv 2401.10241): 1F1B in which rank r runs r more B before a microbatch's W: other
+    ranks wait for a B, none for a W. So some W are left for the gaps of the cooldown."""
     for action in one_f_one_b(rank, P, M):
         yield action
         if action.kind == "B" and action.microbatch >= rank:
@@ -147,74 +169,73 @@ def zero_bubble(rank, P, M, V=1):
 SCHEDULES = {"afab": afab, "1f1b": one_f_one_b, "interleaved": interleaved, "zb": zero_bubble}
 
 
-def all_schedules(args, P):
-    """The actions of each of P ranks, lists in the order in which a rank runs them."""
-    schedule, M, V = SCHEDULES[args.schedule], args.microbatches, args.virtual_stages
-    return [list(schedule(rank, P, M, V)) for rank in range(P)]
-
-
-def bubble_formula(schedule, P, M, V, forward, backward, weights=0.0):
-    """The part of the time that ranks wait, from the times of one stage's F, B and W.
-
-    None where there is no closed form: zb with a W longer than F or B, which delays what waits for
-    the F or B behind it.
-    """
-    if schedule == "zb" and weights > min(forward, backward):
-        return None
-    slots = V * max(M, P) + min(M, P) - 1 if schedule == "interleaved" else M + P - 1
-    total = slots * (forward + backward)
-    if schedule == "zb":
-        total += max(1, M - P + 1) * weights
-    return 1 - V * M * (forward + backward + weights) / total
+def received_from(action, stages):
+    """The action, of the stage before or after it, whose result an action starts from. None: the
+    first F starts from ids, the last B from the loss, and W from what its B has kept."""
+    if action.kind == "F" and action.stage > 0:
+        return action._replace(stage=action.stage - 1)
+    if action.kind == "B" and action.stage < stages - 1:
+        return action._replace(stage=action.stage + 1)
+    return None
 
 
 def needs(action, stages):
-    """The actions whose results an action needs. stages: how many there are."""
-    kind, stage, m = action
-    if kind == "F":
-        return [Action("F", stage - 1, m)] if stage > 0 else []
-    if kind == "W":
-        return [Action("B", stage, m)]
-    own = [Action("F", stage, m)]
-    return own + [Action("B", stage + 1, m)] if stage < stages - 1 else own
+    """The actions, of this stage or another, that have to end before an action can begin."""
+    needed = [received_from(action, stages)]
+    if action.kind in "BW":
+        needed.append(action._replace(kind={"B": "F", "W": "B"}[action.kind]))
+    return [need for need in needed if need is not None]
 
 
 def simulate(schedules, stages, cost):
     """When each action would run: [(rank, action, begin, end)], from every rank's list of actions.
-
-    cost(action) is its time; messages take none. In a deadlock it ends with fewer rows than there
-    are actions.
-    """
-    waiting, clock = [deque(actions) for actions in schedules], [0.0] * len(schedules)
-    ended, rows, progress = {}, [], True
+    cost(action) is its time; messages take none. Actions that a deadlock holds up are left out."""
+    rows = []
+    ended = {}  # {action: when}
+    free = [0.0] * len(schedules)  # when each rank can begin its next action
+    left = [deque(actions) for actions in schedules]
+    progress = True
     while progress:
         progress = False
-        for rank, actions in enumerate(waiting):
+        for rank, actions in enumerate(left):
             while actions and all(need in ended for need in needs(actions[0], stages)):
                 action = actions.popleft()
-                begin = max([clock[rank], *(ended[need] for need in needs(action, stages))])
-                clock[rank] = ended[action] = begin + cost(action)
-                rows.append((rank, action, begin, clock[rank]))
+                begin = max([free[rank], *(ended[need] for need in needs(action, stages))])
+                free[rank] = ended[action] = begin + cost(action)
+                rows.append((rank, action, begin, ended[action]))
                 progress = True
     return rows
 
 
 def faults(schedules, stages, M):
-    """What is wrong with a schedule, given as every rank's list of actions: lines, or none."""
+    """What is wrong with a schedule, given as every rank's list of actions: [] if nothing is."""
+    P = len(schedules)
     kinds = {"F", "B"} | {action.kind for actions in schedules for action in actions}
-    found = []
     for rank, actions in enumerate(schedules):
-        own = range(rank, stages, len(schedules))
-        wanted = {Action(kind, stage, m): 1 for kind in kinds for stage in own for m in range(M)}
-        if Counter(actions) != wanted:
-            found.append(f"rank {rank} does not do each of its actions once")
-    rows = simulate(schedules, stages, lambda action: 1)
-    if not found and len(rows) < sum(map(len, schedules)):
-        done = Counter(rank for rank, *_ in rows)
-        stuck = [(r, s[done[r]]) for r, s in enumerate(schedules) if done[r] < len(s)]
-        waiting = ", ".join(f"rank {r} with {a.kind}{a.microbatch}" for r, a in stuck)
-        found.append(f"deadlock: these wait for each other: {waiting}")
-    return found
+        if sorted(actions) != list(product(sorted(kinds), range(rank, stages, P), range(M))):
+            return [f"rank {rank} does not do each of its actions once"]
+    ran = {action for _, action, _, _ in simulate(schedules, stages, lambda action: 1)}
+    left = [[action for action in actions if action not in ran] for actions in schedules]
+    stuck = [f"rank {rank} with {actions[0]}" for rank, actions in enumerate(left) if actions]
+    if stuck:
+        return [f"deadlock: these wait for each other: {', '.join(stuck)}"]
+    # Messages carry no tags: they have to be received in the order in which they are sent
+    for rank, kind in product(range(P), "FB"):
+        sources = [received_from(a, stages) for a in schedules[rank] if a.kind == kind]
+        sender = (rank - 1) % P if kind == "F" else (rank + 1) % P
+        places = [schedules[sender].index(source) for source in sources if source is not None]
+        if places != sorted(places):
+            return [f"rank {rank} takes {kind} in another order than rank {sender} sends it"]
+    return []
+
+
+def all_schedules(args, P):
+    """Every rank's list of actions, in the order in which it runs them; UsageError if it cannot."""
+    schedule, M, V = SCHEDULES[args.schedule], args.microbatches, args.virtual_stages
+    schedules = [list(schedule(rank, P, M, V)) for rank in range(P)]
+    for fault in faults(schedules, P * V, M):  # better said now than met as a hang
+        raise UsageError(f"--schedule {args.schedule}: {fault}")
+    return schedules
 
 
 def bubble(rows, ranks):
@@ -223,224 +244,46 @@ def bubble(rows, ranks):
     return 1 - sum(end - begin for *_, begin, end in rows) / (ranks * span)
 
 
+def bubble_formula(P, M, V, forward, backward, weights=0.0):
+    """bubble() in closed form, from the times of a stage's F, B, W: a rank waits for P - 1 F (the
+    last rank: before its first) and P - 1 B (after its last). None: there is no closed form."""
+    if M < P or weights > min(forward, backward):
+        return None
+    busy = V * M * (forward + backward + weights)
+    waiting = (P - 1) * (forward + backward - weights)  # P - 1 of the W fill gaps
+    return waiting / (busy + waiting)
+
+
 def most_in_flight(actions):
-    """Most (stage, microbatch) pairs whose activations a rank holds at once: from F to W or B."""
-    last = "W" if any(a.kind == "W" for a in actions) else "B"
-    held = peak = 0
-    for action in actions:
-        held += (action.kind == "F") - (action.kind == last)
-        peak = max(peak, held)
-    return peak
+    """Most (stage, microbatch) pairs whose activations a rank keeps at once: from F to B, or W."""
+    last = "W" if any(action.kind == "W" for action in actions) else "B"
+    change = {"F": 1, last: -1}
+    return max(accumulate(change.get(action.kind, 0) for action in actions))
 
 
 def open_channels(group, stages, args):
-    """One-way process groups {(kind, from rank, to rank)}: activations by F, gradients by B.
-
-    One way, so that no message waits behind one in the opposite direction. Messages arrive in the
-    order in which they were sent, and both ranks run their actions in the same order: no tags.
-    """
-    ranks, P, channels = dist.get_process_group_ranks(group), group.size(), {}
-    for a, b in dict.fromkeys((s % P, (s + 1) % P) for s in range(stages - 1)):
-        if a != b:
-            channels["F", a, b] = dist.new_group([ranks[a], ranks[b]], args.wait)
-            channels["B", b, a] = dist.new_group([ranks[a], ranks[b]], args.wait)
-    return channels
-
-
-# Copied from tp.py
-def all_reduce(x, group, op=dist.ReduceOp.SUM):
-    """The sum (or max) of x over ranks, in a new tensor: autograd may still need the old one."""
-    if group.size() == 1:
-        return x
-    x = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(x, op, group=group)
-    return x
+    """Two dicts {kind: (peer, process group)}: to receive what an action of a kind starts from, and
+    to send its result. F sends to the next rank (the last to the first), B to the one before. One
+    group a direction: no message waits behind one that goes the other way. NCCL connects two ranks
+    at their first message, for which both wait: here, in one order on all ranks."""
+    ranks, P = dist.get_process_group_ranks(group), group.size()
+    receive_channels, send_channels = {}, {}
+    timeout = datetime.timedelta(seconds=args.timeout)
+    first_message = torch.zeros(1, device=args.device)
+    for stage in range(min(stages - 1, P)):  # its boundary with the next one
+        before, after = ranks[stage % P], ranks[(stage + 1) % P]
+        for kind, source, destination in ("F", before, after), ("B", after, before):
+            channel = dist.new_group([source, destination], timeout)  # all ranks have to call it
+            if ranks[group.rank()] == source:
+                send_channels[kind] = destination, channel
+                dist.send(first_message, destination, channel)
+            elif ranks[group.rank()] == destination:
+                receive_channels[kind] = source, channel
+                dist.recv(first_message, source, channel)
+    return receive_channels, send_channels
 
 
-class Pipeline:
-    """The engine: runs this rank's actions in the schedule's order.
-
-    held: what a backward needs, {(stage, microbatch): (input, output)}
-    received, sent: messages {the action that starts from it: (work, tensor)}. The tensor of a
-    message must exist until work.wait() has returned.
-    """
-
-    def __init__(self, model, group, args):
-        self.group, self.rank, self.P = group, group.rank(), group.size()
-        self.stage_count, self.M = self.P * args.virtual_stages, args.microbatches
-        self.dtype, self.hidden_size = model.dtype, model.config.hidden_size
-        self.orders = all_schedules(args, self.P)
-        self.channels = open_channels(group, self.stage_count, args)
-        own = range(self.rank, self.stage_count, self.P)
-        self.stages = {stage: Stage(model, stage, self.stage_count) for stage in own}
-        self.timeline = None  # or a list, to which each action is added: (action, begin, end)
-
-    def run(self, ids, labels, loss_fn, backward=True):
-        """Run all actions, or the forwards alone, on ids and labels (b, s).
-
-        After the last stage comes loss_fn(hidden (b/M, s, h), labels (b/M, s)). Returns the losses
-        of the microbatches on the last stage's rank, [] on the others.
-        """
-        self.ids, self.labels, self.loss_fn, self.training = ids, labels, loss_fn, backward
-        self.held, self.received, self.sent, self.losses, self.peak = {}, {}, {}, [], 0
-        actions = [a for a in self.orders[self.rank] if backward or a.kind == "F"]
-        for i, action in enumerate(actions):
-            for upcoming in actions[i : i + 2]:  # the next message can arrive during this action
-                self.post_receive(upcoming)
-            message = self.receive(action)
-            begin = self.now()
-            if action.kind == "F":
-                self.forward(action, message)
-            elif action.kind == "B":
-                self.backward(action, message)
-            else:
-                for linear in self.stages[action.stage].deferred:
-                    linear.add_weight_gradient()
-            if self.timeline is not None:
-                self.timeline.append((action, begin, self.now()))
-            self.peak = max(self.peak, self.in_flight())
-        for work, _ in self.sent.values():
-            work.wait()
-        losses = self.losses
-        self.ids = self.labels = self.loss_fn = self.losses = None  # nothing stays for the next run
-        self.sent = {}
-        return losses
-
-    def forward(self, action, x):
-        """F: x (b/M, s, h), or of the first stage ids, through the stage; the output is sent."""
-        _, stage, m = action
-        x = self.ids[self.rows(m)] if stage == 0 else x.requires_grad_()
-        out = self.stages[stage](x)
-        if stage == self.stage_count - 1:
-            out = self.loss_fn(out, self.labels[self.rows(m)])
-            self.losses.append(out.detach())
-        else:
-            self.send(out.detach(), Action("F", stage + 1, m))
-        if self.training:
-            self.held[stage, m] = x, out
-
-    def backward(self, action, grad):
-        """B: from the output's gradient (None for a loss) to that of x, which is sent."""
-        _, stage, m = action
-        x, out = self.held.pop((stage, m))
-        for linear in self.stages[stage].deferred:
-            linear.waiting.append([])
-        torch.autograd.backward(out, grad)
-        if stage > 0:
-            self.send(x.grad, Action("B", stage - 1, m))
-
-    def in_flight(self):
-        """How many microbatches' activations are held: until B, with zb until W."""
-        linears = [linear for stage in self.stages.values() for linear in stage.deferred]
-        return len(self.held) + max((len(linear.waiting) for linear in linears), default=0)
-
-    def rows(self, m):
-        """The sequences of the batch that are microbatch m."""
-        return slice(*split(len(self.ids), m, self.M))
-
-    def sender(self, action):
-        """The action of another stage from whose result an action starts; None if there is none."""
-        for need in needs(action, self.stage_count):
-            if need.stage != action.stage:
-                return need
-        return None
-
-    def send(self, x, action):
-        """Send x to the action that starts from it, without waiting for its arrival."""
-        peer = action.stage % self.P
-        if peer == self.rank:  # one rank has all stages
-            self.received[action] = None, x
-            return
-        x, channel = x.contiguous(), self.channels[action.kind, self.rank, peer]
-        work = dist.isend(x, dist.get_global_rank(self.group, peer), channel)
-        self.sent[action] = work, x
-
-    def post_receive(self, action):
-        """Begin to receive what an action starts from. Its shape is known: no handshake."""
-        sender = self.sender(action)
-        peer = self.rank if sender is None else sender.stage % self.P
-        if peer == self.rank or action in self.received:
-            return
-        rows = self.rows(action.microbatch)
-        shape = rows.stop - rows.start, self.ids.shape[1], self.hidden_size
-        x = torch.empty(shape, dtype=self.dtype, device=self.ids.device)
-        channel = self.channels[action.kind, peer, self.rank]
-        work = dist.irecv(x, dist.get_global_rank(self.group, peer), channel)
-        self.received[action] = work, x
-
-    def receive(self, action):
-        """What an action starts from: activations (b/M, s, h), or their gradient; None if nothing.
-
-        Before the peer sent this, it ran all its actions up to the sender: our messages to these
-        have arrived, and are freed.
-        """
-        work, x = self.received.pop(action, (None, None))
-        if work is not None:
-            work.wait()
-            sender = self.sender(action)
-            order = self.orders[sender.stage % self.P]
-            for arrived in self.sent.keys() & order[: order.index(sender) + 1]:
-                work, _ = self.sent.pop(arrived)
-                work.wait()
-        return x
-
-    def now(self):
-        """Seconds; for a timeline, after all that the device has been given to do."""
-        if self.timeline is not None:
-            torch.get_device_module(self.ids.device).synchronize()
-        return time.perf_counter()
-
-
-class TorchPipeline:
-    """--torch: the same stages in PyTorch's engine, torch.distributed.pipelining."""
-
-    def __init__(self, model, group, args):
-        self.rank, self.P, self.group, self.args = group.rank(), group.size(), group, args
-        self.stage, self.dtype = Stage(model, self.rank, self.P), model.dtype
-        self.current = SimpleNamespace(loss_fn=None)  # of a run; not self: no reference cycle
-        self.schedules = {}  # {(length, backward): PyTorch's schedule}, as its shapes are fixed
-        zeros = torch.zeros(args.batch, args.length, dtype=torch.int64, device=args.device)
-        for backward in (True, False):  # the first step opens connections: not to be measured
-            self.run(zeros, zeros, lambda hidden, labels: hidden.sum(), backward)
-        model.zero_grad()
-
-    def make_schedule(self, length, backward):
-        """PyTorch's schedule for ids (b, length)."""
-        args, current = self.args, self.current
-        shape = args.batch // args.microbatches, length
-        with torch.device("meta"):  # what crosses a boundary: else the ranks would ask each other
-            hidden = torch.empty(*shape, args.config.hidden_size, dtype=self.dtype)
-            hidden = hidden.requires_grad_(backward)
-            first = torch.empty(shape, dtype=torch.int64) if self.rank == 0 else hidden
-        stage = PipelineStage(
-            self.stage, self.rank, self.P, args.device, first, hidden, group=self.group
-        )
-        engine = {"afab": ScheduleGPipe, "1f1b": Schedule1F1B}[args.schedule]
-        how = {"loss_fn": lambda hidden, labels: current.loss_fn(hidden, labels)}
-        return engine(stage, args.microbatches, **how, scale_grads=False)
-
-    def run(self, ids, labels, loss_fn, backward=True):
-        """As Pipeline.run()."""
-        key, losses = (ids.shape[1], backward), []
-        if key not in self.schedules:
-            self.schedules[key] = self.make_schedule(*key)
-        step = self.schedules[key].step if backward else self.schedules[key].eval
-        inputs = [ids] if self.rank == 0 else []
-        targets = {"target": labels, "losses": losses} if self.rank == self.P - 1 else {}
-        self.current.loss_fn = loss_fn
-        step(*inputs, **targets)
-        self.current.loss_fn = None
-        return losses
-
-
-# ---- 3. Sharding LLaMA, and what the backward keeps of it ----------------------------------------
-
-
-# Copied from tp.py
-def split(n, rank, world):
-    """[start, end) of the rank's share of n things: the first n % world ranks hold one more."""
-    base, extra = divmod(n, world)
-    return rank * base + min(rank, extra), (rank + 1) * base + min(rank + 1, extra)
+# ---- 3. Sharding LLaMA: the stages, and the engine that runs them --------------------------------
 
 
 # Copied from tp.py
@@ -460,97 +303,188 @@ def recompute_layers(model):
     enable({"use_reentrant": False})
 
 
-class InputGradient(torch.autograd.Function):
-    """A linear layer whose backward is B: dx alone. x and dy wait for W (arXiv 2401.10241)."""
+class LinearWithDeferredWeightGrad(torch.autograd.Function):
+    """F.linear, whose backward computes dx alone and leaves x and dy to W (arXiv 2401.10241)."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, waiting):
+    def forward(ctx, x, weight, bias, linear):
         ctx.save_for_backward(x, weight)
-        ctx.waiting = waiting
+        ctx.linear = linear
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        ctx.waiting[-1].append((x.detach(), grad))  # without x's history
-        return grad @ weight, None, None, None
+        ctx.linear.left_to_w.append((ctx.linear, x.detach(), dy))  # without the graph behind x
+        return dy @ weight, None, None, None
 
 
 class DeferredLinear(nn.Module):
-    """An nn.Linear for zb: the gradients of its weight and bias are computed in W."""
+    """In an nn.Linear's place, with zb. left_to_w: (linear, x, dy), in a list that all share."""
 
-    def __init__(self, linear):
+    def __init__(self, linear, left_to_w):
         super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
-        self.waiting = deque()  # of each microbatch between B and W: [(x, dy), ...], of each run
+        self.weight, self.bias, self.left_to_w = linear.weight, linear.bias, left_to_w
 
     def forward(self, x):  # (b/M, s, in) -> (b/M, s, out)
-        return InputGradient.apply(x, self.weight, self.bias, self.waiting)
+        return LinearWithDeferredWeightGrad.apply(x, self.weight, self.bias, self)
 
-    def add_weight_gradient(self):
-        """W, of the microbatch that has waited longest."""
-        for x, grad in self.waiting.popleft():
-            x, grad = x.flatten(0, -2), grad.flatten(0, -2)  # (tokens, in), (tokens, out)
-            self.weight.backward(grad.T @ x)  # of a leaf: adds to its .grad
-            if self.bias is not None:
-                self.bias.backward(grad.sum(0))
-
-
-def defer_weight_gradients(layer):
-    """Put a DeferredLinear in the place of each linear of a layer of HF's; names stay HF's."""
-    for block in (layer.self_attn, layer.mlp):
-        for name, linear in list(block.named_children()):
-            if isinstance(linear, nn.Linear):
-                setattr(block, name, DeferredLinear(linear))
+    def add_weight_gradient(self, x, dy):
+        x, dy = x.flatten(0, -2), dy.flatten(0, -2)  # (tokens, in), (tokens, out)
+        self.weight.backward(dy.T @ x)  # of a leaf: adds to its .grad
+        if self.bias is not None:
+            self.bias.backward(dy.sum(0))
 
 
 class Stage(nn.Module):
     """A stage of HF's LlamaModel: hidden states (b, s, h) -> (b, s, h); the first takes ids (b, s).
-
-    It shares its modules with the model. HF's own forward makes positions, mask and rotary tables.
-    """
+    HF's own forward runs the layers, and makes positions, mask and rotary tables for them."""
 
     def __init__(self, model, stage, stages):
         super().__init__()
         self.input_name = "input_ids" if stage == 0 else "inputs_embeds"
         start, end = split(len(model.model.layers), stage, stages)
-        self.decoder = copy.copy(model.model)
-        self.decoder._modules = model.model._modules.copy()  # the lines below change only this one
+        self.decoder = copy.copy(model.model)  # another LlamaModel of the same modules,
+        self.decoder._modules = model.model._modules.copy()  # in a dict of its own
         self.decoder.layers = model.model.layers[start:end]
         if stage < stages - 1:
             self.decoder.norm = nn.Identity()
-        self.deferred = [m for m in self.modules() if isinstance(m, DeferredLinear)]
+        if getattr(model.config, "layer_types", None):  # HF looks up a layer's by its position
+            self.decoder.config = copy.copy(model.config)
+            self.decoder.config.layer_types = model.config.layer_types[start:end]
 
     def forward(self, x):
         return self.decoder(**{self.input_name: x}, use_cache=False).last_hidden_state
 
 
+def finish(message):
+    """The tensor of a message (work, tensor), which has to exist until work.wait() has returned."""
+    work, tensor = message
+    work.wait()
+    return tensor
+
+
+class Pipeline:
+    """The engine: runs this rank's actions in the schedule's order: receive, compute, send.
+    After a run: timeline, rows as of simulate(), and peak, the most microbatches in flight."""
+
+    def __init__(self, model, group, args, left_to_w):
+        self.rank, self.P, self.M = group.rank(), group.size(), args.microbatches
+        self.dtype, self.hidden_size = model.dtype, model.config.hidden_size
+        self.stage_count = self.P * args.virtual_stages
+        own = range(self.rank, self.stage_count, self.P)
+        self.stages = {stage: Stage(model, stage, self.stage_count) for stage in own}
+        self.actions = all_schedules(args, self.P)[self.rank]
+        self.receive_channels, self.send_channels = open_channels(group, self.stage_count, args)
+        self.held = {}  # from F to B: {(stage, microbatch): (input, output)}
+        self.left_to_w = left_to_w  # during B
+        self.waiting_for_w = {}  # from B to W: {(stage, microbatch): left_to_w}
+        self.synchronize = False  # whether now() waits for the GPU
+
+    def run(self, ids, labels, loss_fn, backward=True):
+        """Run all actions, or only the forwards, on ids and labels (b, s); after the last stage
+        loss_fn(hidden (b/M, s, h), labels (b/M, s)). The losses on that rank, [] on the others."""
+        ids, labels = ids.tensor_split(self.M), labels.tensor_split(self.M)  # the first one larger
+        actions = [action for action in self.actions if backward or action.kind == "F"]
+        losses, self.timeline, self.peak = [], [], 0
+        start = self.now()
+        sending = {"F": deque(), "B": deque()}  # messages, the oldest first
+        coming = self.start_receiving(actions[0], ids)
+        for action, next_action in zip(actions, [*actions[1:], None]):
+            received = finish(coming) if coming else None
+            coming = self.start_receiving(next_action, ids)  # it can arrive during this action
+
+            begin, m = self.now() - start, action.microbatch
+            if action.kind == "F":
+                x = ids[m] if action.stage == 0 else received.requires_grad_()
+                result = self.forward(action, x, labels[m], loss_fn, losses)
+            elif action.kind == "B":
+                result = self.backward(action, received)
+            else:
+                result = None
+                for linear, x, dy in self.waiting_for_w.pop((action.stage, m)):
+                    linear.add_weight_gradient(x, dy)
+            self.timeline.append((self.rank, action, begin, self.now() - start))
+
+            if result is not None:
+                self.send(action.kind, result, sending[action.kind])
+            self.peak = max(self.peak, len(self.held) + len(self.waiting_for_w))
+            if not backward:
+                self.held.clear()
+        for message in [*sending["F"], *sending["B"]]:
+            finish(message)
+        return losses
+
+    def forward(self, action, x, labels, loss_fn, losses):
+        """F: from ids or hidden states x to hidden states (b/M, s, h), or to one more of losses."""
+        out = self.stages[action.stage](x)
+        is_last = action.stage == self.stage_count - 1
+        if is_last:
+            out = loss_fn(out, labels)
+            losses.append(out.detach())
+        self.held[action.stage, action.microbatch] = x, out
+        return None if is_last else out.detach()
+
+    def backward(self, action, grad):
+        """B: from the output's gradient (None: of a loss) to the input's (None: of ids)."""
+        x, out = self.held.pop((action.stage, action.microbatch))
+        torch.autograd.backward(out, grad)
+        if self.left_to_w:
+            self.waiting_for_w[action.stage, action.microbatch] = self.left_to_w.copy()
+            self.left_to_w.clear()
+        return x.grad
+
+    def start_receiving(self, action, ids):
+        """The message that an action starts from, under way; None if it starts from none. Its shape
+        is known from the microbatch's ids (b/M, s): the ranks need not tell each other."""
+        if action is None or received_from(action, self.stage_count) is None:
+            return None
+        shape = *ids[action.microbatch].shape, self.hidden_size
+        tensor = torch.empty(shape, dtype=self.dtype, device=ids[0].device)
+        return dist.irecv(tensor, *self.receive_channels[action.kind]), tensor
+
+    def send(self, kind, tensor, sending):
+        """Start to send a result. At most P of a kind are on their way, and in memory: as many as
+        interleaved may have wait for a rank that has not ended a group's earlier stage."""
+        if len(sending) == self.P:
+            finish(sending.popleft())
+        tensor = tensor.contiguous()
+        sending.append((dist.isend(tensor, *self.send_channels[kind]), tensor))
+
+    def now(self):
+        if self.synchronize:  # not the device: its other streams wait for messages yet to be sent
+            torch.cuda.current_stream().synchronize()
+        return time.perf_counter()
+
+
 def parallelize(model, group, args):
     """Keep this rank's stages of HF's LlamaForCausalLM, in place; nn.Identity() for the others."""
-    if args.recompute == "block":
+    if args.recompute == "full":
         recompute_layers(model)
     rank, P, layers = group.rank(), group.size(), model.model.layers
-    stages, first, last = P * args.virtual_stages, rank == 0, rank == P - 1
-    own = {i for stage in range(rank, stages, P) for i in range(*split(len(layers), stage, stages))}
+    stages, left_to_w = P * args.virtual_stages, []
+    own = [range(*split(len(layers), stage, stages)) for stage in range(rank, stages, P)]
     for i, layer in enumerate(layers):
-        if i not in own:
+        if not any(i in layers_of_stage for layers_of_stage in own):
             layers[i] = nn.Identity()
         elif args.schedule == "zb":
-            defer_weight_gradients(layer)
-    tied = model.lm_head.weight is model.model.embed_tokens.weight
-    if not first and not (tied and last):  # the last has it as its head, under the embedding's name
+            for name, module in list(layer.named_modules()):
+                if isinstance(module, nn.Linear):
+                    layer.set_submodule(name, DeferredLinear(module, left_to_w))
+    is_first, is_last = rank == 0, rank == P - 1
+    is_tied = model.lm_head.weight is model.model.embed_tokens.weight
+    if not is_first and not (is_tied and is_last):  # tied: the last rank keeps this one as lm_head
         model.model.embed_tokens = nn.Identity()
-    if not last:
+    if not is_last:
         model.model.norm, model.lm_head = nn.Identity(), nn.Identity()
     for parameter in model.parameters():
         mark(parameter)
-    if tied and P > 1:
+    if is_tied and P > 1:
         ranks = dist.get_process_group_ranks(group)
-        ends = dist.new_group([ranks[0], ranks[-1]], args.wait)  # every rank has to make it
-        if first or last:  # embedding and head each have a part of the gradient
+        ends = dist.new_group([ranks[0], ranks[-1]], datetime.timedelta(seconds=args.timeout))
+        if is_first or is_last:  # the gradient as embedding is on one, that as lm_head on the other
             mark(model.model.embed_tokens.weight, replicas=2, sum_over=ends)
-    engine = TorchPipeline if args.torch else Pipeline
-    model.pipeline = engine(model, group, args)
+    model.pipeline = Pipeline(model, group, args, left_to_w)
     return model
 
 
@@ -572,20 +506,15 @@ def sum_of_losses(model, hidden, targets):
 
 
 def microbatch_loss(model, hidden, targets, count, args):
-    """A microbatch's summand of the mean loss over all `count` targets of the batch.
-
-    hidden (b/M, s, h), targets (b/M, s). Divided by the whole batch's count, gradients are one
-    device's whatever M is: a mean of the microbatches' means would weight a target by how few
-    others its microbatch has.
-    """
-    size = hidden.shape[1] if args.loss == "full" else max(1, LOSS_CHUNK // len(hidden))
-    total = 0
-    for h, t in zip(hidden.split(size, 1), targets.split(size, 1)):
-        if args.loss == "full":
-            total += sum_of_losses(model, h, t)
-        else:  # logits of one chunk at a time, recomputed in the backward
-            total += checkpoint(sum_of_losses, model, h, t, use_reentrant=False)
-    return total / count
+    """The part that a microbatch, hidden (b/M, s, h), has of the mean loss over the batch's `count`
+    targets. A mean of the microbatches' means would be another number: it would weight a target by
+    how few others its microbatch has."""
+    size, chunk_loss = hidden.shape[1], sum_of_losses
+    if args.loss == "chunked":  # logits of one chunk at a time, recomputed in the backward
+        size = max(1, LOSS_CHUNK // len(hidden))
+        chunk_loss = partial(checkpoint, sum_of_losses, use_reentrant=False)
+    chunks = zip(hidden.split(size, 1), targets.split(size, 1))
+    return sum(chunk_loss(model, h, t) for h, t in chunks) / count
 
 
 def train_step(model, ids, labels, group, args, backward=True):
@@ -596,10 +525,11 @@ def train_step(model, ids, labels, group, args, backward=True):
     losses = model.pipeline.run(ids, targets, loss_fn, backward)
     if backward:
         sum_gradients(model)
-    loss = torch.zeros((), dtype=torch.promote_types(model.dtype, torch.float32), device=ids.device)
-    for microbatch in losses:
-        loss += microbatch.detach()
-    return all_reduce(loss, group)
+    dtype = torch.promote_types(model.dtype, torch.float32)
+    loss = sum(losses, torch.zeros((), dtype=dtype, device=ids.device))  # others than the last: 0
+    if group.size() > 1:
+        dist.all_reduce(loss, group=group)
+    return loss
 
 
 # Copied from tp.py
@@ -620,156 +550,129 @@ def grad_norm(model, group):
     return total.sqrt()
 
 
+# What sections 5 and 6 ask of this script ---------------------------------------------------------
+
+
 def local_logits(model, ids, group, args):
     """The logits (b, s, v), on the last stage's rank; None on the others."""
     logits = model.pipeline.run(ids, ids, lambda hidden, _: model.lm_head(hidden), backward=False)
     return mark(torch.cat(logits)) if logits else None
 
 
-def token_range(length, group):
-    """Tokens [start, end) that this rank has at the embedding; how many ranks have the same."""
-    return 0, length, 1  # the first stage's rank alone has an embedding
-
-
-def expected_traffic(config, group, args):
+def expected_traffic(model, group, args):
     """What one step must send: rows (phase, op, calls, message bytes), as Meter counts them."""
-    P, rank, element = group.size(), group.rank(), getattr(torch, args.dtype).itemsize
+    P, M, element = group.size(), args.microbatches, model.dtype.itemsize
     if P == 1:
         return []
-    own = range(rank, P * args.virtual_stages, P)
-    sends_forward = sum(stage < P * args.virtual_stages - 1 for stage in own)
-    sends_back = sum(stage > 0 for stage in own)
-    hidden = args.batch * args.length * config.hidden_size * element  # (b, s, h), all microbatches
-    rows = [("forward", "send", sends_forward * args.microbatches, sends_forward * hidden)]
-    rows += [("backward", "send", sends_back * args.microbatches, sends_back * hidden)]
-    rows += [("forward", "all_reduce", 1, max(4, element))]  # the loss, in float32 or better
-    if config.tie_word_embeddings and rank in (0, P - 1):
-        rows += [("backward", "all_reduce", 1, config.vocab_size * config.hidden_size * element)]
-    return rows
+    stage_count = P * args.virtual_stages
+    hidden = args.batch * args.length * model.config.hidden_size * element  # (b, s, h)
+    rows = [("forward", "all_reduce", 1, max(4, element))]  # the loss, in float32 or better
+    for phase, end in ("forward", stage_count - 1), ("backward", 0):  # end: sends nothing on
+        senders = sum(stage != end for stage in range(group.rank(), stage_count, P))
+        rows.append((phase, "send", senders * M, senders * hidden))
+    summed = [p for p in model.parameters() if p.sum_over is not None]  # the tied embedding
+    return rows + [("backward", "all_reduce", 1, p.nbytes) for p in summed]
 
 
-def print_timeline(rows, in_flight, bubbles):
-    """Print each rank's times and microbatches in flight, and the bubble {how it was found: it}."""
+def report(rows, in_flight, bubbles):
+    """Print each rank's times and microbatches in flight, and the bubble; these for --json."""
     span = max(end for *_, end in rows) - min(begin for *_, begin, _ in rows)
     table = []
     for rank, most in enumerate(in_flight):
         busy = sum(end - begin for r, _, begin, end in rows if r == rank)
         table.append({"rank": rank, "busy": busy, "waiting": span - busy, "most in flight": most})
     print_table(table)
-    print_table([{"bubble, part of the time": how, "": part} for how, part in bubbles.items()])
+    print_table([{"part of the time": how, "": part} for how, part in bubbles.items()])
+    timeline = [[rank, *action, begin, end] for rank, action, begin, end in rows]
+    return bubbles | {"in_flight": in_flight, "timeline": timeline}
 
 
-def show_schedule(args):
-    """--mode schedule: check and time a schedule, without ranks; returns whether all held."""
-    set_defaults(args)
-    P, M, V = args.stages, args.microbatches, args.virtual_stages
-    schedules = all_schedules(args, P)
-    for fault in faults(schedules, P * V, M):
-        print0(f"FAIL schedule: {fault}")
-        return False
-    cost = {"F": 1 / V, "B": 2 / V, "W": 0.0}  # B: a product for x, and one for the weight
+def draw(rows, P, unit, width=88):
+    """The begin of a timeline as lines of text, a line for a rank, a column for a unit of time."""
+    grid = [["."] * round(max(end for *_, end in rows) / unit) for _ in range(P)]
+    for rank, action, begin, end in rows:
+        first, last = round(begin / unit), round(end / unit)
+        name = str(action) if action.stage < P else str(action).lower()  # not the rank's first
+        grid[rank][first:last] = [name] + ["--"] * (last - first - 1)
+    cell = 1 + max(len(name) for names in grid for name in names)
+    lines = ["".join(name.ljust(cell) for name in names[: width // cell]) for names in grid]
+    return [f"  rank {rank:<3} {line}".rstrip() for rank, line in enumerate(lines)]
+
+
+def show_schedule(args, group):
+    """--mode schedule: draw and time the schedule of args.ranks ranks, simulated on one. The unit
+    of time is the forward of all of a rank's layers on one microbatch."""
+    P, M, V = args.ranks, args.microbatches, args.virtual_stages
+    times = {"F": 1 / V, "B": 2 / V, "W": 0.0}  # B: a product for x, and one for the weight
     if args.schedule == "zb":
-        cost = {"F": 1.0, "B": 1.0, "W": 1.0}
-    rows = simulate(schedules, P * V, lambda action: cost[action.kind])
-    idle, formula = bubble(rows, P), bubble_formula(args.schedule, P, M, V, *cost.values())
-    passed = abs(idle - formula) < 1e-9
-    print0(f"schedule: {args.schedule}, {P} ranks, {M} microbatches, {V} stage{'s' * (V > 1)} each")
-    print0("  unit of time: the forward of a rank's layers on one microbatch")
-    in_flight = [most_in_flight(actions) for actions in schedules]
-    print_timeline(rows, in_flight, {"simulated": idle, "formula": formula})
-    results = {"script": Path(__file__).name, "schedule": args.schedule, "ranks": P}
-    results |= {"virtual_stages": V, "microbatches": M, "passed": passed, "bubble": idle}
-    results |= {"bubble_formula": formula, "in_flight": in_flight}
-    results["timeline"] = [[rank, *action, begin, end] for rank, action, begin, end in rows]
-    summary = "every microbatch once a stage each way, no deadlock, bubble as the formula says"
-    if not passed:
-        summary = f"bubble {idle:.4f} where the formula says {formula:.4f}"
-    print0(f"{'PASS' if passed else 'FAIL'} schedule: {summary}")
-    if args.json:
-        atomic_write(args.json, lambda draft: draft.write_text(json.dumps(results) + "\n"))
-    return passed
-
-
-def measure_bubble(model, step, args, group):
-    """Benchmark's figures of this script alone: (timeline, bubble, in flight; what is wrong).
-
-    Times are each rank's clock from a common start. The measured bubble contains messages and
-    unequal stages; the simulation with the measured times contains unequal stages, the formula
-    neither.
-    """
-    pipeline, P, V, runs = model.pipeline, group.size(), args.virtual_stages, []
-    if args.torch or args.backend == "fake":
-        return {}, []
-    for _ in range(args.bench_iters):
-        pipeline.timeline = []
-        gather_objects(None, group)
-        start = time.perf_counter()
-        step()
-        own = [(group.rank(), a, begin - start, end - start) for a, begin, end in pipeline.timeline]
-        pipeline.timeline = None
-        rows = sum(gather_objects(own, group), [])
-        runs.append((bubble(rows, P), rows))
-    idle, rows = sorted(runs, key=lambda run: run[0])[len(runs) // 2]  # the median
-    seconds = {action: end - begin for _, action, begin, end in rows}
-    mean = []
-    for kind in ("F", "B", "W") if args.schedule == "zb" else ("F", "B"):
-        mean.append(statistics.mean(t for action, t in seconds.items() if action.kind == kind))
+        times = {"F": 1.0, "B": 1.0, "W": 1.0}
     schedules = all_schedules(args, P)
-    formula = bubble_formula(args.schedule, P, args.microbatches, V, *mean)
-    simulated = bubble(simulate(schedules, P * V, seconds.get), P)
-    shown = "none: W takes longer than F or B" if formula is None else formula
-    bubbles = {"measured": idle, "formula: stages alike, messages take no time": shown}
-    bubbles["simulated with the measured times of F, B, W"] = simulated
+    rows = simulate(schedules, P * V, lambda action: times[action.kind])
+    print0(*draw(rows, P, 1 / V))
+    simulated, formula = bubble(rows, P), bubble_formula(P, M, V, *times.values())
+    bubbles = {"bubble": simulated, "bubble_formula": formula}
+    result = report(rows, [most_in_flight(actions) for actions in schedules], bubbles)
+    result |= {"schedule": args.schedule, "ranks": P}
+    result["passed"] = formula is None or abs(simulated - formula) < 1e-9
+    by_formula = "no formula for it" if formula is None else f"by the formula {formula:.4f}"
+    return f"no deadlock; the bubble is {simulated:.4f}, {by_formula}", result
+
+
+def measure_bubble(args, group):
+    """--mode bubble: the part of a step that ranks wait: measured (messages take time, stages
+    differ), simulated with the measured times (stages differ), and by the formula."""
+    P, V, runs = group.size(), args.virtual_stages, []
+    model, batch = parallelize(load_model(args), group, args), proof_batch(args, group, 0)
+    model.pipeline.synchronize = args.device.type == "cuda"
+    for _ in range(1 + args.bench_iters):
+        gather_objects(None, group)  # the ranks begin together
+        train_step(model, *batch, group, args)
+        model.zero_grad()
+        runs.append(sum(gather_objects(model.pipeline.timeline, group), []))
+    runs = sorted(runs[1:], key=lambda rows: bubble(rows, P))  # without the first, which warms up
+    rows = runs[args.bench_iters // 2]  # the median
+    seconds = {action: end - begin for _, action, begin, end in rows}
+    kinds = "FBW" if args.schedule == "zb" else "FB"
+    means = [statistics.mean(t for a, t in seconds.items() if a.kind == kind) for kind in kinds]
+    schedules = all_schedules(args, P)
+    bubbles = {"bubble": bubble(rows, P)}
+    bubbles["bubble_simulated"] = bubble(simulate(schedules, P * V, seconds.get), P)
+    bubbles["bubble_formula"] = bubble_formula(P, args.microbatches, V, *means)
+    in_flight = gather_objects(model.pipeline.peak, group)
     expected = [most_in_flight(actions) for actions in schedules]
-    in_flight = gather_objects(pipeline.peak, group)
-    print_timeline(rows, in_flight, bubbles)
-    figures = {"bubble": idle, "bubble_formula": formula, "bubble_simulated": simulated}
-    figures |= {"in_flight": in_flight, "in_flight_expected": expected}
-    figures["timeline"] = [[rank, *action, begin, end] for rank, action, begin, end in rows]
-    return figures, ["microbatches in flight"] if in_flight != expected else []
+    result = report(rows, in_flight, bubbles) | {"in_flight_expected": expected}
+    summary = f"ranks wait {bubbles['bubble']:.0%}; in flight {in_flight}, expected {expected}"
+    return summary, {"passed": in_flight == expected} | result
 
 
-# What sections 5 and 6, the same in all four scripts, ask of this one
 OPTIONS = {
     "--schedule": {"choices": list(SCHEDULES), "default": "1f1b"},
     "--microbatches": {"type": int, "help": "parts of the batch (as many as sequences, or 4)"},
     "--virtual-stages": {"type": int, "help": "stages per rank, interleaved only (2)"},
-    "--stages": {"type": int, "default": 4, "help": "ranks that --mode schedule is about (4)"},
-    "--torch": {"action": "store_true", "help": "the stages by torch.distributed.pipelining"},
+    "--ranks": {"type": int, "default": 4, "help": "how many --mode schedule is about (4)"},
 }
-OWN_MODES, OWN_FIGURES = {"schedule": show_schedule}, measure_bubble
-
-
-def set_defaults(args):
-    """Fill in what depends on other options; UsageError where they contradict each other."""
-    args.virtual_stages = args.virtual_stages or (2 if args.schedule == "interleaved" else 1)
-    args.microbatches = args.microbatches or args.batch or 4
-    args.batch = args.batch or args.microbatches
-    if args.virtual_stages > 1 and args.schedule != "interleaved":
-        raise UsageError(f"--virtual-stages {args.virtual_stages} needs --schedule interleaved")
-    if args.microbatches > args.batch:
-        raise UsageError(
-            f"--batch {args.batch} cannot be cut into {args.microbatches} microbatches; "
-            f"--microbatches {args.batch}, or a larger --batch, would do"
-        )
+OWN_MODES = {"schedule": show_schedule, "bubble": measure_bubble}
 
 
 def finalize_args(args, world):
-    """set_defaults(); UsageError where model, schedule and batch do not suit so many ranks."""
-    set_defaults(args)
-    layers, V, M = args.config.num_hidden_layers, args.virtual_stages, args.microbatches
-    if world * V > layers:
-        most = layers // V
-        problem = f"{layers} layers cannot fill {world * V} stages, {V} on each of {world} ranks"
-        raise UsageError(f"{problem}; at most {most} rank{'s' if most > 1 else ''} would do")
-    for fault in faults(all_schedules(args, world), world * V, M):  # better now than by a hang
-        raise UsageError(f"--schedule {args.schedule}: {fault}")
-    if args.torch and args.backend == "fake":
-        raise UsageError("--torch waits for other ranks: --backend gloo or nccl would do")
-    if args.torch and (args.schedule not in ("afab", "1f1b") or args.batch % M):
-        raise UsageError("--torch runs --schedule afab and 1f1b, with microbatches of one size")
-    if args.torch and args.schedule == "1f1b" and world > M:
-        raise UsageError(f"--torch runs 1f1b with a microbatch a rank or more: {world} would do")
+    """Fill in what depends on other options; UsageError where model and options do not suit."""
+    args.virtual_stages = V = args.virtual_stages or (2 if args.schedule == "interleaved" else 1)
+    args.microbatches = M = args.microbatches or args.batch or 4
+    args.batch = args.batch or M
+    if V > 1 and args.schedule != "interleaved":
+        raise UsageError(f"--virtual-stages {V} needs --schedule interleaved")
+    if args.batch < M:
+        problem = f"--batch {args.batch} cannot be cut into {M} microbatches"
+        raise UsageError(f"{problem}; --microbatches {args.batch} or --batch {M} would do")
+    layers = args.config.num_hidden_layers
+    if args.mode == "schedule":  # of any number of ranks and layers
+        world = args.ranks
+    elif world * V > layers:
+        problem = f"{layers} layers cannot fill {world * V} stages, {V} a rank"
+        raise UsageError(f"{problem}; --nproc_per_node {layers // V} or fewer would do")
+    elif world == 1:  # no rank to take turns with: one stage
+        args.virtual_stages = 1
+    all_schedules(args, world)
 
 
 # Copied from tp.py
