@@ -225,7 +225,7 @@ def overwritten_gradients(script):
     def backward(right, self, action, grad):
         for parameter in self.stages[action.stage].parameters():
             parameter.grad = None
-        right(self, action, grad)
+        return right(self, action, grad)
 
 
 @bug_of("pp")
@@ -239,9 +239,8 @@ def dropped_boundary_gradient(script):
     """The gradient that the second stage sends to the first is lost: zeros arrive."""
 
     @instead_of(script.Pipeline)
-    def receive(right, self, action):
-        message = right(self, action)
-        return message * 0 if action.kind == "B" and action.stage == 0 else message
+    def backward(right, self, action, grad):
+        return right(self, action, grad * 0 if action.stage == 0 else grad)
 
 
 @bug_of("pp")
@@ -305,8 +304,6 @@ def no_op_parallelize(script):
     def local_logits(right, model, ids, group, args):
         return script.mark(model(input_ids=ids, use_cache=False).logits)
 
-    script.OWN_FIGURES = None  # there is no pipeline to measure
-
 
 # ---- Running a script with a bug -----------------------------------------------------------------
 
@@ -321,9 +318,6 @@ def pointless(name, script, args, world):
         return "is none with --shard-weights: PyTorch's fully_shard sums the gradients"
     if options.get("dtensor") and name not in ("loss_by_local_count", "no_op_parallelize"):
         return "is a bug of our own code, which --dtensor does not run"
-    engine = "overwritten_gradients", "dropped_boundary_gradient", "swapped_labels"
-    if options.get("torch") and name in engine:
-        return "is a bug of our own engine, which --torch does not run"
     if name in ("unscaled_loss", "mean_of_means", "overwritten_gradients") and M == 1:
         return "needs 2 microbatches: with one it is right"
     if name == "mean_of_means":
@@ -360,7 +354,7 @@ def plant(name, script):
         args.bug = name  # --json holds it
         script.print0(f"with the bug {name}:", f"  {bug.__doc__}")
 
-    script.OWN_MODES.clear()  # modes without ranks
+    script.OWN_MODES.clear()  # they prove nothing
     bug(script)
 
 

@@ -5,8 +5,8 @@
     python results/plot.py tp.json -o tp.pdf    # or .svg: any suffix that matplotlib knows
 
 A panel for each mode that ran: the errors of correctness tensor by tensor, the learning curves, the
-traffic measured beside the expected, and of pp.py the timeline: measured in benchmark mode, or
-simulated (`python pp.py --mode schedule --stages 4 --json schedule.json`). Of sp_layout_sim.py the
+traffic measured beside the expected, and of pp.py the timeline: measured (`--mode bubble`) or
+simulated (`python pp.py --mode schedule --ranks 4 --json schedule.json`). Of sp_layout_sim.py the
 attention block of its --layout: what each rank holds, step by step, and who made it. Of
 oom_search.py the lengths, and what fills the memory there.
 """
@@ -238,10 +238,10 @@ def picture(results):
         return draw_layout(results)
     if "results" in results:
         return draw_limits(results)
-    simulated = "timeline" in results
-    world = results["ranks" if simulated else "world_size"]
+    simulated = isinstance(results.get("schedule"), dict)  # of a mode; else it is an option's value
+    timed = results["schedule"] if simulated else results.get("bubble", {})
+    world = timed["ranks"] if simulated else results["world_size"]
     panels = [mode for mode in PANELS if mode in results]
-    timed = results if simulated else results.get("benchmark", {})
     wide = max(1, len(panels))
     layout = [(panels, 5)] if panels else []
     layout += [(["timeline"] * wide, 1.5 + 0.4 * world)] if "timeline" in timed else []
@@ -254,9 +254,10 @@ def picture(results):
     if "timeline" in timed:
         draw_timeline(axes["timeline"], timed, simulated)
     words = [f"{world} rank{'s' * (world > 1)}"]
-    names = "schedule", "model", "dtype", "backend", "device"
+    names = () if simulated else ("schedule", "model", "dtype", "backend", "device")
+    words += [timed["schedule"]] if simulated else []
     words += [str(results[name])[-40:] for name in names if name in results]  # a model has a path
-    sizes = "batch", "length", "microbatches"
+    sizes = ("microbatches",) if simulated else ("batch", "length", "microbatches")
     words += [f"{size} {results[size]}" for size in sizes if size in results]
     figure.suptitle(f"{results['script']}: {', '.join(words)}")
     return figure

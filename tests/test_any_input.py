@@ -60,7 +60,7 @@ def holds(main, argv):
 
 
 STRATEGY = {
-    "--mode": st.sampled_from(["correctness", "benchmark", "schedule"]) | ANY,
+    "--mode": st.sampled_from(["correctness", "benchmark", "schedule", "bubble"]) | ANY,
     "--length": NUMBERS, "--batch": NUMBERS,
     "--dtype": st.sampled_from(["float32", "float64", "int8"]) | ANY,
     "--attn": st.sampled_from(["eager", "flash"]) | ANY,
@@ -69,10 +69,10 @@ STRATEGY = {
     "--bench-iters": st.sampled_from("01x"),
     "--seed": NUMBERS, "--timeout": NUMBERS, "--model": WORDS, "--text": WORDS, "--json": WORDS,
     "--profile": WORDS,
-    "--dtensor": None, "--torch": None, "--typo": None,
+    "--dtensor": None, "--typo": None,
     "--schedule": st.sampled_from(["afab", "1f1b", "interleaved", "zb"]) | ANY,
     "--microbatches": NUMBERS,
-    "--virtual-stages": NUMBERS, "--stages": NUMBERS,
+    "--virtual-stages": NUMBERS, "--ranks": NUMBERS,
 }  # fmt: skip
 
 

@@ -51,10 +51,8 @@ CULPRIT = {  # what each bug breaks first: shards, logits, loss, then gradients,
 }
 EVERY = [(script, bug) for script, bugs in CULPRIT.items() for bug in bugs]
 TP, PP = list(CULPRIT["tp.py"]), list(CULPRIT["pp.py"])
-ENGINE = ["overwritten_gradients", "dropped_boundary_gradient", "swapped_labels"]
 CAUGHT_TOO = [
     *(["tp.py", bug, "--dtensor"] for bug in TP[6:]),
-    *(["pp.py", bug, "--torch"] for bug in PP if bug not in ENGINE),
     ["pp.py", "mean_of_means", "--batch", "6", "--microbatches", "6"],
     ["pp.py", "swapped_labels", "--batch", "2", "--microbatches", "1"],
     *([script, bug, "--length", "2"] for script, bug in EVERY if bug == "loss_by_local_count"),
@@ -64,7 +62,6 @@ CAUGHT_TOO = [
 SAME = ["mean_of_means", "--batch", "6", "--microbatches", "2"]
 NONE = [  # and what is said of it
     *((["tp.py", bug, "--dtensor"], "is a bug of our own code") for bug in TP[:6]),
-    *((["pp.py", bug, "--torch"], "is a bug of our own engine") for bug in ENGINE),
     *((["pp.py", bug, "--microbatches", "1"], "needs 2 micro") for bug in PP[:3]),
     (["pp.py", *SAME], "is none where all 2 microbatches have as many targets; --batch 6 --micro"),
     (["pp.py", "swapped_labels", "--batch", "1"], "needs 2 sequences"),

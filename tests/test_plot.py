@@ -24,10 +24,10 @@ MODES = {
     "learning": {"passed": True, "loss_reference": [3.0, 2.0], "loss": [3.0, None]},
     "benchmark": {"passed": False, "traffic": [TRAFFIC, TRAFFIC | {"op": "send", "ranks": [1]}]},
 }
-SCHEDULE = PIPELINE | {"script": "pp.py", "schedule": "zb", "ranks": 2, "passed": True}
+PIPELINE |= {"schedule": "zb", "ranks": 2, "passed": True}
 RUNS = {mode: RUN | {mode: result} for mode, result in MODES.items()}
-RUNS |= {"all": RUN | MODES, "schedule": SCHEDULE}
-RUNS["timeline"] = RUN | {"benchmark": MODES["benchmark"] | PIPELINE}
+RUNS |= {"all": RUN | MODES | {"schedule": "zb"}, "schedule": RUN | {"schedule": PIPELINE}}
+RUNS["timeline"] = RUNS["benchmark"] | {"schedule": "zb", "bubble": PIPELINE}
 LIMIT = {"strategy": "tp", "nproc": 2, "how": "predicted", "longest": 512}
 LIMIT |= {"breakdown": {"weights": 2**29, "logits": 0, "saved activations": 2**28}}
 NONE = {"strategy": "pp", "nproc": 8, "how": "predicted", "longest": None}  # unusable

@@ -53,9 +53,10 @@ BAD = [
     ("pp.py --schedule gpipe", "argument --schedule: invalid choice: 'gpipe'"),
     ("pp.py --batch 2 --microbatches 4", "--batch 2 cannot be cut into 4 microbatches; --micro"),
     ("pp.py --virtual-stages 2", "--virtual-stages 2 needs --schedule interleaved"),
-    ("pp.py --schedule interleaved --virtual-stages 9", "8 layers cannot fill 9 stages, 9 on each"),
-    ("pp.py --schedule zb --torch", "--torch runs --schedule afab and 1f1b"),
-    ("pp.py --mode schedule --stages 0", "--stages 0 is out of range; 1 would do"),
+    ("pp.py --schedule interleaved --virtual-stages 9", "8 layers cannot fill 9 stages, 9 a rank"),
+    ("labs/torch_pipeline.py --schedule zb", "PyTorch's engine: --schedule afab or 1f1b"),
+    ("labs/torch_pipeline.py --mode bubble", "argument --mode: invalid choice: 'bubble'"),
+    ("pp.py --mode schedule --ranks 0", "--ranks 0 is out of range; 1 would do"),
 ]
 
 
