@@ -675,6 +675,7 @@ def finalize_args(args, world):
     all_schedules(args, world)
 
 
+# Copied from tp.py
 # ---- 5. Proof: the three modes, word for word the same in all four scripts -----------------------
 
 EXACT = 1e-10  # float64: the relative error that each tensor may have
@@ -849,7 +850,7 @@ def two_steps(model, args, group, sharded, lr=None):
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         keep("grad", name, p.grad, p)
     if embedded:
-        start, end, replicas = 0, args.length, 1
+        start, end, replicas = token_range(args.length, group) if sharded else (0, args.length, 1)
         inputs = torch.cat([x.grad for x in embedded])[:, : end - start]  # without padding
         keep("grad", "inputs_embeds", inputs, mark(inputs, (1, start, end), replicas))
     norm = torch.stack([p.grad.double().norm() for p in model.parameters()]).norm()
@@ -1008,13 +1009,13 @@ class Meter(TorchDispatchMode):
         return out
 
 
-def compare_traffic(model, args, group, forward, step):
+def compare_traffic(args, group, forward, step):
     """Measured beside expected traffic: a row of the JSON each, with the ranks that have it."""
     rows, holders = defaultdict(lambda: [0, 0, 0, 0]), defaultdict(list)
     for op, calls in step.calls.items():  # a step less its forward is the backward
         rows["forward", op][:2] = forward.calls[op], forward.bytes[op]
         rows["backward", op][:2] = calls - forward.calls[op], step.bytes[op] - forward.bytes[op]
-    for phase, op, calls, size in expected_traffic(model, group, args):
+    for phase, op, calls, size in expected_traffic(args.config, group, args):
         rows[phase, op][2] += calls
         rows[phase, op][3] += size
     mine = [(*key, *row) for key, row in rows.items() if any(row)]
@@ -1041,7 +1042,7 @@ def check_benchmark(args, group):
     with Meter() as both:
         step()
     peaks = gather_objects(device.max_memory_allocated() if cuda else both.peak, group)
-    traffic = compare_traffic(model, args, group, forward, both)
+    traffic = compare_traffic(args, group, forward, both)
     seconds = {"forward": [], "forward + backward": []}
     for _ in tqdm(range(args.bench_iters), "benchmark", disable=None if is_rank0() else True):
         for name, times in seconds.items():  # in turn
@@ -1069,6 +1070,8 @@ def check_benchmark(args, group):
     for row in traffic:
         if (row["count"], row["bytes"]) != (row["expected_count"], row["expected_bytes"]):
             problems.append(f"traffic, {row['phase']} {row['op']}")
+    figures, more = OWN_FIGURES(model, step, args, group) if OWN_FIGURES else ({}, [])
+    problems += more
     speed = args.batch * args.length / rows["forward + backward"]["median"]
     summary = f"{speed:.0f} tokens per second, all traffic as the formula says"
     if args.backend == "fake":
@@ -1077,7 +1080,7 @@ def check_benchmark(args, group):
         summary = f"not as expected: {'; '.join(problems)}"
     result = {"passed": not problems, "forward_s": rows["forward"]}
     result |= {"forward_backward_s": rows["forward + backward"], "tokens_per_s": speed}
-    return summary, result | {"peak_memory_bytes": peaks, "traffic": traffic}
+    return summary, result | {"peak_memory_bytes": peaks, "traffic": traffic} | figures
 
 
 # ---- 6. Command line: the same in all four scripts -----------------------------------------------
@@ -1152,8 +1155,8 @@ def parse(argv):
     add("--dtype", choices=["float64", "float32", "bfloat16"], help=exact)
     add("--attn", choices=["auto", "sdpa", "eager", "flash"], default="auto", help="auto: sdpa")
     add("--loss", choices=["chunked", "full"], default="chunked", help="full: all logits at once")
-    kept = "full: keep the input of each layer only, and recompute the rest; none: keep all"
-    add("--recompute", choices=["full", "none"], default="full", help=kept)
+    kept = "block: keep the input of each layer only, and recompute the rest; none: keep all"
+    add("--recompute", choices=["block", "none"], default="block", help=kept)
     fake = "auto: nccl with a GPU per rank, else gloo; fake: rank $RANK of $WORLD_SIZE, alone"
     add("--backend", choices=["auto", "gloo", "nccl", "fake"], default="auto", help=fake)
     add("--timeout", type=int, default=600, help="seconds to wait for another rank (600)")
@@ -1233,11 +1236,11 @@ def run(args, group):
     ranks = f"{group.size()} rank{'s' if group.size() > 1 else ''}"
     what = f"{' '.join([STRATEGY, *own])}, {ranks} ({args.backend}, {args.device.type})"
     for mode in modes:
-        args.dtype = asked or ("float32" if mode in ("benchmark", "bubble") else "float64")
+        args.dtype = asked or ("float32" if mode == "benchmark" else "float64")
         results.update(dtype=results["dtype"] or args.dtype)  # the first mode's
         print0(f"{mode}: {what}, {args.model}, {args.dtype}, {args.batch} x {args.length} tokens")
         with float64_islands(args.dtype):
-            summary, result = (MODES | OWN_MODES)[mode](args, group)
+            summary, result = MODES[mode](args, group)
         results[mode] = {"dtype": args.dtype} | result
         print0(f"{'PASS' if result['passed'] else 'FAIL'} {mode}: {summary}")
     failed = [mode for mode in modes if not results[mode]["passed"]]
@@ -1270,6 +1273,8 @@ def main(argv=None):
     signal.signal(signal.SIGINT, stop)
     try:
         args = parse(argv)
+        if args.mode in OWN_MODES:
+            return 0 if OWN_MODES[args.mode](args) else 1
         return 0 if run(args, start(args)) else 1
     except (UsageError, OSError, RuntimeError) as problem:  # OSError: a full disk, a missing file
         if isinstance(problem, RuntimeError):
