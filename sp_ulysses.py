@@ -53,7 +53,6 @@ import faulthandler
 import gc
 import importlib
 import io
-import itertools
 import json
 import math
 import os
@@ -64,6 +63,7 @@ import time
 import weakref
 from collections import Counter
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -713,7 +713,7 @@ def compare_traffic(forward, step, expected):
     """Rows of --json: what this rank sent, beside the rows of expected_traffic(). From Meters of a
     forward alone, and of a step: what the step has more is the backward's."""
     rows = []
-    for phase, op in itertools.product(("forward", "backward"), Meter.OPS):
+    for phase, op in product(("forward", "backward"), Meter.OPS):
         calls, size = forward.calls[op], forward.bytes[op]
         if phase == "backward":
             calls, size = step.calls[op] - calls, step.bytes[op] - size
