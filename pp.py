@@ -698,8 +698,7 @@ def finalize_args(args, world):
 # Copied from tp.py
 # ---- 5. Proof: the three modes, word for word the same in all four scripts -----------------------
 
-# Largest relative errors. float64 is the proof: in the others rounding hides small mistakes, and no
-# correct run may reach the limit by chance.
+# Largest relative errors. float64 is the proof; the others' rounding hides small mistakes
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bfloat16": 2e-1}
 LEARNING_LIMIT = {"float64": 1e-9, "float32": 1e-2, "bfloat16": 2e-1}
 IS_RANK0 = "LOCAL_RANK" not in os.environ or os.environ.get("RANK") == "0"  # torchrun sets both
@@ -744,9 +743,9 @@ def load_model(args):
             return transformers.AutoModelForCausalLM.from_config(config, **how).train()
     how |= args.source | {"ignore_mismatched_sizes": True, "output_loading_info": True}
     model, report = transformers.AutoModelForCausalLM.from_pretrained(config=config, **how)
-    unfit = {problem: names for problem, names in report.items() if names}
-    if unfit:
-        raise UsageError(f"weights of {args.model} do not fit its config: {str(unfit)[:500]}")
+    if any(report.values()):
+        report = {problem: names for problem, names in report.items() if names}
+        raise UsageError(f"weights of {args.model} do not fit its config: {str(report)[:500]}")
     return model.to(args.device).train()
 
 
@@ -763,8 +762,8 @@ def proof_batch(args, group, step=1):
     generator = torch.Generator().manual_seed(args.seed + step)
     ids = torch.randint(vocabulary, (args.batch, length), generator=generator)
     first_rows = [split(vocabulary, rank, group.size())[0] for rank in range(group.size())]
-    last_rows = [row - 1 for row in first_rows]  # of the rank before
-    special = torch.tensor([args.config.pad_token_id or 0, *first_rows, *last_rows]) % vocabulary
+    special = [args.config.pad_token_id or 0, *first_rows, *(row - 1 for row in first_rows)]
+    special = torch.tensor(special) % vocabulary
     ids[0, 1 : 1 + len(special)] = special[: length - 1]
     labels = ids.clone()
     labels[0::3, length // 2 : length * 3 // 4] = IGNORE
@@ -789,8 +788,8 @@ def sgd(model, lr):
 def take_steps(model, args, group, parallel):
     """{(step, kind, name): tensor} of three SGD steps, by this script (parallel) or HF's model.
 
-    Each tensor is marked as mark() does it; of HF's model every rank has a replica. Step 3 has
-    logits of hundreds, whose exp() is infinite; in float32 and bfloat16 rounding decides it.
+    Tensors are marked as mark() does it; each rank has a replica of HF's. Step 3 has logits of
+    hundreds, whose exp() is infinite (not in float32 and bfloat16: there rounding decides).
     """
     found = {}
 
@@ -821,10 +820,9 @@ def take_steps(model, args, group, parallel):
 def compare(found, expected, args, group):
     """Rows of --json: the error of each tensor over all ranks, and its coverage.
 
-    An error is relative to the tensor's norm, or to a thousandth of that of all tensors of its kind
-    if that is larger: some gradients are zero but for rounding. (In float32 and bfloat16: to that
-    of all of its kind.) Coverage: how often a tensor exists, replicas counted once. It is not 1 if
-    some of the tensor was lost, or not sharded.
+    An error is relative to the norm of the tensor, or a thousandth of that of all of its kind: some
+    gradients are zero but for rounding. In float32 and bfloat16: to that of all of its kind.
+    Coverage: how often a tensor exists, replicas counted once. Not 1: lost in part, or not sharded.
     """
     own = torch.zeros(len(expected), 2, dtype=torch.float64)  # square of the error; coverage
     squares = Counter()  # of the norm of each tensor, and of all of a kind
@@ -863,9 +861,9 @@ def check_correctness(args, group):
         one_device, parallel = (x[1, name, name].item() for x in (expected, found))
         result |= {f"{name}_reference": one_device, name: parallel}
         print(f"  {name:10}  one device {one_device:.8g}, parallel {parallel:.8g}")
-    print(f"\n  {'Wrong' if wrong else 'The largest errors'}, of {len(rows)} tensors in all steps:")
+    print(f"\n  {'Wrong' if wrong else 'The largest errors'}, of {len(rows)} tensors in all steps")
+    print("  (coverage: how often a tensor exists over all ranks, replicas counted once):")
     print_table((wrong or nearest)[:8])
-    print("\n  coverage: how often a tensor exists over all ranks, replicas counted once")
     summary = f"logits, loss and all gradients are within {LIMIT[args.dtype]} of one device's"
     if wrong:
         summary = f"{len(wrong)} of {len(rows)} tensors are wrong, the first: {wrong[0]['name']}"
@@ -879,9 +877,7 @@ def check_learning(args, group):
     text = torch.tensor(list(Path(__file__).read_bytes())) % args.config.vocab_size
     ids = text[torch.arange(args.batch * args.length) % len(text)]  # the same at each step
     ids = ids.view(args.batch, args.length).to(args.device)
-    losses = []
-    references = []
-    print()
+    losses, references = [], []
     for step in range(20):
         references.append(reference_step(reference, ids, ids, group, args).item())
         losses.append(train_step(model, ids, ids, group, args).item())
@@ -1073,10 +1069,10 @@ def start(args):
     args.attention = "flash_attention_2" if args.attn == "flash" else args.attn
     args.config, args.source = find_model(args.model)
     finalize_args(args, world)
-    alone = args.backend == "fake" or not given
-    if alone and world == 1:
-        print(f"1 rank; for more: torchrun --nproc_per_node=2 {' '.join(sys.argv)}")
-    store = dist.HashStore() if alone else None  # where ranks find each other; None: torchrun's
+    store = None  # where the ranks find each other; None: torchrun's
+    if args.backend == "fake" or not given:
+        print(f"1 process; for more ranks: torchrun --nproc_per_node=2 {' '.join(sys.argv)}")
+        store = dist.HashStore()
     backend = "cpu:gloo,cuda:nccl" if args.backend == "nccl" else args.backend
     timeout = datetime.timedelta(seconds=args.timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
@@ -1085,10 +1081,10 @@ def start(args):
 
 def run(args, group):
     """Run the modes asked for, write --json; returns whether all passed."""
-    versions = {"python": sys.version.split()[0], "torch": torch.__version__}
-    results = {"script": Path(__file__).name, "strategy": STRATEGY, "world_size": group.size()}
-    results["versions"] = versions | {"transformers": transformers.__version__}
-    results["device"] = args.device.type
+    versions = {module.__name__: module.__version__ for module in (torch, transformers)}
+    results = {"script": Path(__file__).name, "strategy": STRATEGY, "device": args.device.type}
+    versions["python"] = sys.version.split()[0]
+    results |= {"versions": versions, "world_size": group.size()}
     results |= {k: v for k, v in vars(args).items() if isinstance(v, str | int | None)}
     dtype = args.dtype
     modes = list(MODES) if args.mode == "all" else [args.mode]
@@ -1130,7 +1126,7 @@ def main(argv=None):
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-            gc.collect()  # gloo's threads must end before Python does; garbage holds the group
+            gc.collect()  # garbage holds the group, whose threads must end before Python does
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ def reduce_scatter(x, group):
 
 # Copied from sp_megatron.py
 class GatherFromSPRegion(torch.autograd.Function):
-    """Megatron's g. Every rank's columns used all tokens, so dx is a sum; each rank needs s/P."""
+    """The paper's g. Every rank's columns used all tokens, so dx is a sum; each rank needs s/P."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -161,7 +161,7 @@ class GatherFromSPRegion(torch.autograd.Function):
 
 # Copied from sp_megatron.py
 class ReduceScatterToSPRegion(torch.autograd.Function):
-    """Megatron's g-bar. y sums the ranks' partial results, so each receives dy of all tokens."""
+    """The paper's g-bar. y sums the ranks' partial results, so each receives dy of all tokens."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -278,8 +278,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         target_logit = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0)
         both = torch.stack([target_logit, shifted.exp_().sum(-1)])
         target_logit, sum_exp = all_reduce(both, group)
-        # peak and sum_exp, not peak + log(sum_exp): that is rounded at the size of a logit, and
-        # softmax - 1, which is small where a prediction is confident, would lose two digits.
+        # Kept apart: added up, peak + log(sum_exp), they would be rounded to the digits of a logit
+        # (of 300 in float32: to 3e-5), and softmax - 1 of a confident prediction is smaller
         ctx.save_for_backward(logits, column, elsewhere, peak, sum_exp)
         return sum_exp.log() - target_logit
 
