@@ -356,7 +356,7 @@ def run_step(case):
         # A prediction's host is meta, too: what it does is not counted
         there = _disable_current_modes if host and predicted else nullcontext
         tracker = Tracker(args.device.type, *sizes_of(args.config, args.length, group.size()))
-        with tracker, script.float64_islands(args.dtype):
+        with tracker, script.upcasts_in_float64(args):
             model = script.load_model(args)
             if not plain:
                 model = script.parallelize(model, group, args)
@@ -416,7 +416,6 @@ def probe(case, rank, folder):
         torch.distributed.barrier()
 
 
-# Copied from tp.py
 def atomic_write(path, write):
     """Have write(another path) make the file, then rename it to path: all of it, or nothing."""
     with tempfile.TemporaryDirectory(dir=Path(path).absolute().parent) as folder:
@@ -592,7 +591,7 @@ def make_case(name, world, rank, length, options):
         argv += [] if value in (None, False) else [flag] if value is True else [flag, str(value)]
     if options.how != "measured":
         argv += ["--backend", "fake"]
-    argv += ["--recompute", "none" if options.recompute == "none" else "block"]
+    argv += ["--recompute", "none" if options.recompute == "none" else "full"]
     config = Path(options.model, "config.json").absolute()
     files = [HERE / file for file in (*LOADED, script, "oom_search.py", config)]
     contents = b"".join(file.read_bytes() for file in files if file.is_file())
@@ -769,7 +768,6 @@ def report(rows, options):
 # ---- 6. Command line -----------------------------------------------------------------------------
 
 
-# Copied from tp.py
 class Parser(argparse.ArgumentParser):
     """argparse, with its complaint raised instead of printed with the usage."""
 

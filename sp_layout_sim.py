@@ -719,7 +719,7 @@ class UsageError(Exception):
     """Arguments or a model that cannot work; the message says what would."""
 
 
-# Copied from tp.py
+# Copied from oom_search.py
 class Parser(argparse.ArgumentParser):
     """argparse, with its complaint raised instead of printed with the usage."""
 
@@ -727,7 +727,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message)
 
 
-# Copied from tp.py
+# Copied from oom_search.py
 def atomic_write(path, write):
     """Have write(another path) make the file, then rename it to path: all of it, or nothing."""
     with tempfile.TemporaryDirectory(dir=Path(path).absolute().parent) as folder:

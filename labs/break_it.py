@@ -78,8 +78,7 @@ def missing_forward_reduction(script):
     @instead_of(script.ReduceFromTPRegion if tp else script.ReduceScatterToSPRegion)
     def forward(right, ctx, x, group):
         ctx.group = group
-        start, end, _ = script.token_range(x.shape[1], group)  # tp.py: all tokens
-        return x[:, start:end]
+        return x if tp else x.chunk(group.size(), 1)[group.rank()]
 
 
 @bug_of("tp")
@@ -274,8 +273,8 @@ def loss_by_local_count(script):
         if script.STRATEGY == "tp":
             start, end = script.split(args.config.vocab_size, group.rank(), group.size())
             return (targets >= start) & (targets < end)
-        start, end, _ = script.token_range(targets.shape[1], group)
-        return targets[:, start:end] != script.IGNORE
+        size = -(-targets.shape[1] // group.size())
+        return targets[:, group.rank() * size :][:, :size] != script.IGNORE
 
     @instead_of(script)
     def mean_loss(right, model, hidden, labels, group, args):
@@ -292,13 +291,11 @@ def no_op_parallelize(script):
     def parallelize(right, model, group, args):
         for parameter in model.parameters():  # in Ulysses they are replicated, as they should be
             script.mark(parameter, replicas=group.size() if script.STRATEGY == "sp_ulysses" else 1)
-        if script.STRATEGY.startswith("sp_"):  # every rank has all tokens, as it should not
-            script.token_range = lambda length, group: (0, length, 1)
         return model
 
     @instead_of(script)
     def train_step(right, model, ids, labels, group, args, backward=True):
-        return script.reference_step(model, ids, labels, backward)
+        return script.reference_step(model, ids, labels, group, args)
 
     @instead_of(script)
     def local_logits(right, model, ids, group, args):
@@ -352,7 +349,7 @@ def plant(name, script):
         if reason:
             raise script.UsageError(f"{name} {reason}")
         args.bug = name  # --json holds it
-        script.print0(f"with the bug {name}:", f"  {bug.__doc__}")
+        print(f"\nwith the bug {name}:\n  {bug.__doc__}")
 
     script.OWN_MODES.clear()  # they prove nothing
     bug(script)

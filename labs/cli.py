@@ -12,7 +12,7 @@ class UsageError(Exception):
     """An argument that cannot work; its message says what would. Ends as `error: ...`, exit 2."""
 
 
-# Copied from tp.py
+# Copied from oom_search.py
 class Parser(argparse.ArgumentParser):
     """argparse, with its complaint raised instead of printed with the usage."""
 

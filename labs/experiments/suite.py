@@ -1,6 +1,5 @@
 """The suite's layouts for lab 13: each script as it trains, with what its ranks hold as Shards."""
 
-import datetime
 from types import SimpleNamespace
 
 import torch
@@ -33,7 +32,8 @@ STEPS, BATCH, LENGTH = 3, 6, 13  # steps before the save, and as many after it
 # No number of ranks above 1 divides vocabulary, layers and all KV heads
 CONFIG = {"hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 5, "vocab_size": 50}
 CONFIG |= {"num_attention_heads": 6, "num_key_value_heads": 3, "initializer_range": 0.2}
-TP = load(LABS.parent / "tp.py")  # for its float64_islands, and the reference's loss
+TP = load(LABS.parent / "tp.py")  # for its upcasts_in_float64, and the reference's loss
+FLOAT64 = SimpleNamespace(dtype="float64", config=LlamaConfig())
 
 
 def build(seed):
@@ -66,10 +66,11 @@ class Scripted:
         self.script, self.group, self.seed = load(LABS.parent / path), group, seed
         model = build(seed)
         self.full = {name: p.shape for name, p in model.named_parameters()}
-        wait, device = datetime.timedelta(seconds=60), torch.device("cpu")
+        device = torch.device("cpu")
         how = {"config": model.config, "recompute": "none", "loss": "full", "attention": "sdpa"}
-        how |= {"batch": BATCH, "length": LENGTH, "dtensor": False, "wait": wait, "device": device}
-        how |= {"schedule": "1f1b", "virtual_stages": 1, "microbatches": 3, "torch": False}
+        how |= {"attn": "sdpa", "timeout": 60}
+        how |= {"batch": BATCH, "length": LENGTH, "dtensor": False, "device": device}
+        how |= {"schedule": "1f1b", "virtual_stages": 1, "microbatches": 3}
         self.args = SimpleNamespace(**how, shard_weights=name.startswith("fsdp"))
         self.model = self.script.parallelize(model, group, self.args)
         self.optimizer = adamw(self.model.parameters())
@@ -160,7 +161,7 @@ def make(lab, name, group, seed):
 
 def train(side, first):
     """STEPS steps from number `first`; their losses."""
-    with TP.float64_islands("float64"):
+    with TP.upcasts_in_float64(FLOAT64):
         return [side.step(batch(side.seed, first + i)) for i in range(STEPS)]
 
 
@@ -168,10 +169,10 @@ def one_device(seed):
     """(losses, {name: weight}) of twice STEPS steps of HF's own model, never interrupted."""
     model = build(seed)
     optimizer, losses = adamw(model.parameters()), []
-    with TP.float64_islands("float64"):
+    with TP.upcasts_in_float64(FLOAT64):
         for step in range(2 * STEPS):
             ids = batch(seed, step)
-            losses.append(TP.reference_step(model, ids, ids).item())
+            losses.append(TP.reference_step(model, ids, ids, None, None).item())
             optimizer.step()
             optimizer.zero_grad()
     return losses, {name: p.data for name, p in model.named_parameters()}
