@@ -291,7 +291,7 @@ def pipelines():
             for costs in COSTS:
                 F, B, W = (int(cost) / V for cost in costs.split(":"))
                 cost = {"F": F, "B": B, "W": W} if schedule == "zb" else {"F": F, "B": B + W}
-                formula = pp.bubble_formula(schedule, P, M, V, *cost.values())
+                formula = pp.bubble_formula(P, M, V, *cost.values())
                 formulas.append(formula and round(formula, 6))  # None: no closed form
             row = {"formula": formulas}
             row["in_flight"] = [pp.most_in_flight(actions) for actions in ranks]

@@ -30,16 +30,15 @@ WAIT = ["--timeout", "20"]  # a rank that waits longer for another one ends
 NOT_RUN = {  # what correctness without further options never runs; each has tests of its own
     "expected_traffic": "benchmark mode's formula",
     "finalize_args": "refuses what cannot work, and fills in defaults",
-    "set_defaults": "the same",
     "parallelize_dtensor": "--dtensor",
-    "TorchPipeline": "--torch",
     "bubble_formula": "--mode schedule",
     "bubble": "--mode schedule",
     "most_in_flight": "--mode schedule",
     "simulate": "--mode schedule",
     "show_schedule": "--mode schedule",
-    "print_timeline": "--mode schedule",
-    "measure_bubble": "benchmark mode",
+    "draw": "--mode schedule",
+    "report": "--mode schedule",
+    "measure_bubble": "--mode bubble",
 }
 SWAPS = {  # a name and the one that it is mistaken for, where a function knows both
     "copy_to_tp_region": "reduce_from_tp_region",

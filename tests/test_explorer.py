@@ -448,7 +448,7 @@ def test_pipelines_on_the_page_are_pps(browser, maker):
                 assert V == 1 or f"stage {stage} of {P * V}" in words
                 times = re.search(r"from ([\d.]+) to ([\d.]+) forwards", words).groups()
                 assert [float(x) * F * V for x in times] == pytest.approx([begin, end], abs=0.02)
-            formula = pp.bubble_formula(schedule, P, M, V, *cost.values())
+            formula = pp.bubble_formula(P, M, V, *cost.values())
             found = [f.inner_text().split("\n")[0] for f in tab.locator(".figure").all()]
             assert found[0] == f"{100 * pp.bubble(rows, P):.1f}%"
             assert found[1] == ("none" if formula is None else f"{100 * formula:.1f}%")

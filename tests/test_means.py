@@ -37,11 +37,12 @@ def means_with(put):
     return modules
 
 
-def expected(means, script, group, args, recompute, tile, chunks):
+def expected(means, script, group, args, model, recompute, tile, chunks):
     """What a step sends: {(phase, op): [calls, bytes]}."""
     args, P, tiles, again = copy.copy(args), group.size(), 1, recompute != "none"
     args.recompute = "block" if again else "none"
-    rows, tokens = script.expected_traffic(args.config, group, args), args.length
+    model = model if script.STRATEGY == "pp" else args.config
+    rows, tokens = script.expected_traffic(model, group, args), args.length
     if script.STRATEGY == "sp_megatron":
         tokens = math.ceil(tokens / P)
     if tile:
@@ -137,7 +138,9 @@ def prove(name, options, model, put, recomputes, file):
                 batch = script.proof_batch(args, group)
                 step = partial(script.train_step, model, *batch, group, args)
                 sent = measured(script, step)
-                problems[f"traffic: {what}"] += sent != expected(*run, recompute, tile, chunks)
+                problems[f"traffic: {what}"] += sent != expected(
+                    *run, model, recompute, tile, chunks
+                )
     all_ranks = script.gather_objects([p for p, n in problems.items() if n], group)
     if group.rank() == 0:
         Path(file).write_text(json.dumps([tried, sorted(set(sum(all_ranks, [])))]))
