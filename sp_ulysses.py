@@ -717,7 +717,7 @@ def compare_traffic(forward, step, expected):
         row["expected_count"] = sum(calls for calls, _ in wanted)
         row["expected_bytes"] = sum(size for _, size in wanted)
         row["passed"] = (calls, size) == (row["expected_count"], row["expected_bytes"])
-        if calls or wanted:
+        if calls or row["expected_count"]:
             rows.append(row)
     return rows
 

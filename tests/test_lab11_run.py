@@ -96,12 +96,14 @@ def test_messages_are_the_scripts(strategy, model, ranks):
     sizes |= {"intermediate_size": ours.ffn, "vocab_size": ours.vocab}
     config = script.transformers.LlamaConfig(tie_word_embeddings=ours.tied, **sizes)
     args = {"batch": 1, "length": length, "dtype": "bfloat16", "loss": "chunked"}
-    args |= {"recompute": "block", "dtensor": False, "virtual_stages": 1}
+    args |= {"recompute": "full", "dtensor": False, "virtual_stages": 1}
     args |= {"shard_weights": strategy == "ulysses_sharded", "microbatches": 1}
     group = SimpleNamespace(size=lambda: ranks, rank=lambda: 1)
     theirs = Counter()
-    model = SimpleNamespace(config=config, dtype=torch.bfloat16, parameters=list)
-    model = model if strategy == "pp" else config
+    with torch.device("meta"):
+        model = script.transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for parameter in model.parameters():
+        script.mark(parameter)
     for _, op, _, size in script.expected_traffic(model, group, SimpleNamespace(**args)):
         theirs[op] += size
     for op, _, size in lab.strategy_messages(ours, strategy, ranks, length):

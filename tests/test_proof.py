@@ -18,7 +18,6 @@ SHIFT = "F.pad(labels[:, 1:], (0, 1), value=IGNORE)"
 PREFIX = "torch.arange(labels.shape[1]) < (labels == IGNORE).sum(1, True)"
 PREFIX = f"labels.clamp(min=0).masked_fill({PREFIX}, IGNORE)"
 FLAT = "F.pad(labels.flatten()[1:], (0, 1), value=IGNORE).view_as(labels)"
-FLAT = f"F.pad({FLAT}, (0, -labels.shape[1] % world), value=IGNORE)"
 COUNT, LABELS = "(targets != IGNORE).sum()", "(labels != IGNORE).sum()"
 MLP = {
     "mlp.gate_proj = ColumnParallelLinear(mlp.gate_proj, i0, i1)": "pass",
@@ -56,7 +55,7 @@ SABOTAGES = [
     (
         "the batch is flattened before the shift",
         ["sp_megatron.py"],
-        {"F.pad(labels[:, 1:], (0, 1 + -labels.shape[1] % world), value=IGNORE)": FLAT},
+        {SHIFT: FLAT},
     ),
     (
         "what is ignored is a prefix",
@@ -334,7 +333,7 @@ VIEW = {"start, end - start).clone()": "start, end - start)"}
 
 
 @pytest.mark.parametrize("script", STRATEGIES)
-@pytest.mark.parametrize("how", ["block", "none"])
+@pytest.mark.parametrize("how", ["full", "none"])
 def test_a_rank_holds_its_own_weights_and_nothing_else(ranks, script, how):
     argv = small(ranks, "--recompute", how)
     codes, output = ranks.live(2, only_its_own, script, {}, argv)
@@ -376,14 +375,14 @@ def recomputes(script, argv):
 
 
 @pytest.mark.parametrize("script", STRATEGIES)
-@pytest.mark.parametrize("how", ["block", "none"])
+@pytest.mark.parametrize("how", ["full", "none"])
 def test_layers_are_recomputed(ranks, script, how):
     codes, output = ranks.live(2, recomputes, script, small(ranks, "--recompute", how))
     assert codes == [0, 0], output
 
 
 # --------------------------------------------------------------------------------------------------
-# Masks; judge()
+# Masks; compare()
 # --------------------------------------------------------------------------------------------------
 
 
@@ -418,18 +417,19 @@ def test_eager_attention_gets_the_mask_of_one_device(ranks, script):
     codes, output = ranks.live(2, same_mask, script, small(ranks), {})
     assert codes == [0, 0], output
     if script == "sp_megatron.py":
-        put = {"torch.finfo(model.dtype).min": "-1e4"}
+        put = {"q_length=q_length * group.size()": "q_length=q_length * group.size() - 1"}
         codes, output = ranks.live(2, same_mask, script, small(ranks), put)
         assert codes == [1, 1] and "another mask" in output, output
 
 
 def judged(tensor, shard=None):
-    """What judge() makes of one tensor of two ranks' weights, (4, 3) in full."""
+    """What compare() makes of one tensor of two ranks' weights, (4, 3) in full."""
     script = load("tp.py")
-    script.judge.__globals__["gather_objects"] = lambda value, group: [value]
-    key, full = ("grad", "weight"), script.torch.ones(4, 3, dtype=script.torch.float64)
+    script.compare.__globals__["gather_objects"] = lambda value, group: [value]
+    key, full = (1, "grad", "weight"), script.torch.ones(4, 3, dtype=script.torch.float64)
     script.mark(tensor, shard)
-    return script.judge({key: tensor}, {key: full}, {key: full}, "float64", None)[0]
+    args = SimpleNamespace(dtype="float64")
+    return script.compare({key: tensor}, {key: full}, args, None)[0]
 
 
 @pytest.mark.parametrize("rows,right", [(1, False), (2, True), (3, False)])
