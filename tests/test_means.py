@@ -8,6 +8,7 @@ import sys
 from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, changed
@@ -40,8 +41,7 @@ def means_with(put):
 def expected(means, script, group, args, model, recompute, tile, chunks):
     """What a step sends: {(phase, op): [calls, bytes]}."""
     args, P, tiles, again = copy.copy(args), group.size(), 1, recompute != "none"
-    args.recompute = "block" if again else "none"
-    model = model if script.STRATEGY == "pp" else args.config
+    args.recompute = "full" if again else "none"
     rows, tokens = script.expected_traffic(model, group, args), args.length
     if script.STRATEGY == "sp_megatron":
         tokens = math.ceil(tokens / P)
@@ -58,7 +58,8 @@ def expected(means, script, group, args, model, recompute, tile, chunks):
         config.num_attention_heads //= chunks
         config.num_key_value_heads //= chunks
         rows = [row for row in rows if row[1] != "all_to_all"]
-        for phase, op, *sizes in script.expected_traffic(config, group, args):
+        part = SimpleNamespace(config=config, model=model.model, parameters=model.parameters)
+        for phase, op, *sizes in script.expected_traffic(part, group, args):
             if op == "all_to_all":  # and its forward once more, in the backward
                 rows.append((phase, op, *(chunks * size for size in sizes)))
                 if phase == "forward":
@@ -87,7 +88,7 @@ def measured(script, step):
 def gradients(script, model, parameters, group, args):
     """Losses and gradients of two steps, whose batches differ in content and length."""
     found = []
-    for i in (0, 1):
+    for i in (1, 2):
         loss = script.train_step(model, *script.proof_batch(args, group, i), group, args)
         grads = [0 * p.detach() if p.grad is None else p.grad.clone() for p in parameters]
         found += [loss.reshape(1), *map(script.full_tensor, grads)]
@@ -116,7 +117,7 @@ def prove(name, options, model, put, recomputes, file):
     group, args.dtype = script.start(args), "float64"
     gather = getattr(script, "gather_from_sp_region", None)
     run, tried = (means, script, group, args), 0
-    with script.float64_islands("float64"):
+    with script.upcasts_in_float64(args):
         reference, right = script.load_model(args), None
         works = chunks_of_all_ranks(means, script, copy.deepcopy(reference), group, args)
         kinds = recomputes, (None, TILE), LOSS, works

@@ -55,7 +55,7 @@ def start(args):
         dist.init_process_group("gloo")
     return SimpleNamespace(size=lambda: int(os.environ["WORLD_SIZE"]))
 
-float64_islands = lambda dtype: contextlib.nullcontext()
+upcasts_in_float64 = lambda args: contextlib.nullcontext()
 parallelize = lambda model, group, args: model
 proof_batch = lambda args, group: (None, None)
 

@@ -22,16 +22,6 @@ def test_windows_is_told_what_would_do(name, monkeypatch, capsys):
     assert capsys.readouterr() == ("", "error: needs Linux or macOS; on Windows use WSL\n")
 
 
-@pytest.mark.parametrize("script", ["tp.py", "sp_megatron.py", "sp_ulysses.py", "pp.py"])
-def test_a_length_that_no_memory_holds(ranks, script):
-    """2**54 bytes of token ids: more than a process can address, wherever this runs."""
-    more = " --microbatches 1" if script == "pp.py" else ""
-    run = ranks(1, f"{script} --length 2147483647 --batch {2**20}{more}")
-    said = [line for line in run.output.splitlines() if "rror" in line]
-    assert run.codes == [2] and len(said) == 1, run.output
-    assert said[0].startswith("error: not enough memory; a smaller --length or --batch would do")
-
-
 def test_what_is_imported_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = sum(project["optional-dependencies"].values(), project["dependencies"])
