@@ -612,7 +612,7 @@ def show_schedule(args, group):
     formula = bubble_formula(P, M, V, *times.values())
     bubbles = {"bubble": bubble(rows, P), "bubble_formula": formula}
     result = report(rows, [most_in_flight(actions) for actions in schedules], bubbles)
-    result |= {"schedule": args.schedule, "ranks": P}
+    result |= {"schedule": args.schedule, "ranks": P, "virtual_stages": V}
     result["passed"] = formula is None or abs(result["bubble"] - formula) < 1e-9
     by_formula = "no formula for it" if formula is None else f"by the formula {formula:.4f}"
     return f"no deadlock; the bubble is {result['bubble']:.4f}, {by_formula}", result
