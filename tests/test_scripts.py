@@ -208,9 +208,8 @@ def test_one_f_one_b_bounds_what_is_in_flight(ranks, world):
     few, many = (
         {name: measured(ranks, world, name, m) for name in ("afab", "1f1b", "zb")} for m in (4, 8)
     )
-    flight = {name: measured(ranks, world, name, 8, "bubble")["in_flight"] for name in many}
-    assert flight["afab"] == [8] * world and flight["1f1b"] == list(range(world, 0, -1))
-    assert max(flight["zb"]) == world
+    afab, one, zb = (measured(ranks, world, name, 8, "bubble")["in_flight"] for name in many)
+    assert [afab, one, max(zb)] == [[8] * world, list(range(world, 0, -1)), world]
 
     def growth(schedule):  # bytes at the peak, from 4 microbatches to 8 of the same size
         peaks = (results[schedule]["peak_memory_bytes"] for results in (few, many))
@@ -238,20 +237,14 @@ def test_schedule_mode(ranks, schedule):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_docstring_shows_the_real_schedules(ranks, schedule):
+def test_docstrings_show_the_real_schedules(ranks, schedule):
     run = ranks(1, f"pp.py --mode schedule --schedule {schedule} --ranks 2 --microbatches 4")
-    drawn = [line.strip() for line in run.output.splitlines() if line.startswith("  rank ")]
-    lines = [line.strip() for line in pp.__doc__.splitlines()]
-    caption = next(i for i, line in enumerate(lines) if line.startswith(f"{schedule}: "))
-    grid = [line for line in lines[caption:] if line.startswith("rank ")][:2]
-    assert grid == drawn[:2]
-
-
-def test_the_example_of_uneven_groups_is_real():
-    for rank in (0, 1):
+    grid, caption = r"rank [01] .*[FBW].*", f"\n{schedule}: "
+    shown = re.findall(grid, pp.__doc__.partition(caption)[2])[:2]
+    assert shown == re.findall(grid, run.output)
+    for rank in (0, 1):  # uneven groups
         names = [str(a) if a.stage < 2 else str(a).lower() for a in pp.interleaved(rank, 2, 5, 2)]
-        shown = re.search(rf"rank {rank}   (.*)", pp.interleaved.__doc__)[1].split()
-        assert shown == names
+        assert re.search(f"rank {rank} (.*)", pp.interleaved.__doc__)[1].split() == names
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -264,13 +257,11 @@ def test_every_schedule_is_sound_and_its_bubble_is_the_formula(name):
             lists = [list(pp.SCHEDULES[name](rank, P, M, V)) for rank in range(P)]
             assert pp.faults(lists, P * V, M) == [], (P, M, V)
             rows = pp.simulate(lists, P * V, lambda action: cost[action.kind])
-            formula = pp.bubble_formula(P, M, V, cost["F"], cost["B"], weights)
-            assert (formula is None) == (M < P)
-            work = cost["F"] + cost["B"]
+            formula, work = pp.bubble_formula(P, M, V, cost["F"], cost["B"], weights), 3 - weights
             slots = V * max(M, P) + min(M, P) - 1 if name == "interleaved" else M + P - 1
-            span = slots * work + max(1, M - P + 1) * weights  # in which M < P, too
-            assert abs(pp.bubble(rows, P) - (1 - V * M * (work + weights) / span)) < 1e-9
-            assert formula is None or abs(pp.bubble(rows, P) - formula) < 1e-9, (P, M, V)
+            part = 1 - V * M * (work + weights) / (slots * work + max(1, M - P + 1) * weights)
+            assert abs(pp.bubble(rows, P) - part) < 1e-9, (P, M, V)
+            assert formula is None if M < P else abs(formula - part) < 1e-9, (P, M, V)
 
 
 def test_a_schedule_that_is_unsound_is_told():
