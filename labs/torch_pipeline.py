@@ -3,8 +3,7 @@
     torchrun --nproc_per_node=2 labs/torch_pipeline.py --mode benchmark --schedule 1f1b
     torchrun --nproc_per_node=2 pp.py --mode benchmark --schedule 1f1b     # ours, to compare
 
-Options are pp.py's; --schedule afab or 1f1b, with microbatches of one size. PyTorch wants to know
-the shapes that cross a boundary, so it takes a schedule object for each sequence length.
+Options are pp.py's; --schedule afab or 1f1b, with microbatches of one size.
 """
 
 import importlib.util
