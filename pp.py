@@ -40,47 +40,57 @@ time with afab and 1f1b, (P-1)/(V M+P-1) interleaved, and (P-1)/(3 M+P-1) with z
     torchrun --nproc_per_node=2 labs/break_it.py pp.py mean_of_means --microbatches 3
 """
 
+# ---- 1. Imports, constants, models ---------------------------------------------------------------
+
 import argparse
 import copy
 import datetime
 import faulthandler
 import gc
+import importlib
+import io
 import json
 import math
 import os
 import signal
 import statistics
 import sys
-import tempfile
 import time
 import weakref
-from collections import Counter, defaultdict, deque
-from contextlib import contextmanager, nullcontext
+from collections import Counter, deque
 from functools import partial
 from itertools import accumulate, product
 from pathlib import Path
-from pydoc_data.topics import topics
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
-import huggingface_hub
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers --backend fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
-from transformers.models.llama import modeling_llama
 
 STRATEGY = "pp"
 IGNORE = -100  # the label of a token that is no target: PyTorch's and Hugging Face's convention
-LOSS_CHUNK = 2048  # --loss chunked: tokens per rank whose logits exist at the same time
+LOSS_CHUNK = 2048  # --loss chunked: a rank holds as many logits as these tokens have, at a time
+
+FAMILIES = ("llama",)  # model_type of the models that can be sharded here
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SIZES += ("num_key_value_heads", "vocab_size", "tie_word_embeddings")
+# Copied from tp.py
+PRESETS = {  # of models with random weights
+    "tiny": ("llama", 64, 192, 8, 8, 4, 256, True),
+    "smollm2-135m": ("llama", 576, 1536, 30, 9, 3, 49152, True),
+    "llama-3.2-1b": ("llama", 2048, 8192, 16, 32, 8, 128256, True),
+    "llama-3.2-3b": ("llama", 3072, 8192, 28, 24, 8, 128256, True),
+    "llama-3.1-8b": ("llama", 4096, 14336, 32, 32, 8, 128256, False),
+}
 
 
 # Copied from tp.py
@@ -289,16 +299,17 @@ def open_channels(group, stages, args):
 
 # Copied from tp.py
 def mark(tensor, shard=None, replicas=1, sum_over=None):
-    """Note on a tensor which slice (dim, start, end) of the full one it is (None: all of it), how
-    many ranks hold the same slice, and over which group its gradient has to be summed (or None)."""
+    """Note on a tensor which shard (dim, start, end) of the full one it is (None: all of it), how
+    many ranks hold the same, and over which group its gradient has to be summed (None: it has not).
+    The step below reads sum_over, the proof (section 5) the others."""
     tensor.shard, tensor.replicas, tensor.sum_over = shard, replicas, sum_over
     return tensor
 
 
 # Copied from tp.py
 def recompute_layers(model):
-    """Keep each layer's input only, and run the layer again in the backward, with its hooks and
-    collectives (arXiv 1604.06174)."""
+    """Keep the input of each layer only; before its backward run its forward again, with its hooks
+    and collectives, up to the last tensor that the backward needs (arXiv 1604.06174)."""
     enable = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.23
     enable = enable or model.gradient_checkpointing_enable  # its name before
     enable({"use_reentrant": False})
@@ -541,17 +552,23 @@ def sum_gradients(model):
             dist.all_reduce(parameter.grad, group=parameter.sum_over)
 
 
+# What only sections 5 and 6 ask of this script follows.
+
+
+# Copied from tp.py
+def full_tensor(tensor):
+    """All of a DTensor (of --dtensor, or sp_ulysses.py --shard-weights); any other as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 # Copied from tp.py
 def grad_norm(model, group):
     """Norm of the gradient of the whole model: what several ranks hold (replicas) counts once."""
     total = torch.zeros((), dtype=torch.float64)
     for p in model.parameters():
         total += full_tensor(p.grad).double().square().sum().cpu() / p.replicas
-    dist.all_reduce(total, group=group)
+    dist.all_reduce(total, group=group)  # of a number on the CPU, by gloo beside NCCL
     return total.sqrt()
-
-
-# What sections 5 and 6 ask of this script ---------------------------------------------------------
 
 
 def local_logits(model, ids, group, args):
@@ -608,7 +625,7 @@ def show_schedule(args, group):
         times = {"F": 1.0, "B": 1.0, "W": 1.0}
     schedules = all_schedules(args, P)
     rows = simulate(schedules, P * V, lambda action: times[action.kind])
-    print0(*draw(rows, P, 1 / V))
+    print(*draw(rows, P, 1 / V))
     formula = bubble_formula(P, M, V, *times.values())
     bubbles = {"bubble": bubble(rows, P), "bubble_formula": formula}
     result = report(rows, [most_in_flight(actions) for actions in schedules], bubbles)
@@ -676,39 +693,31 @@ def finalize_args(args, world):
     all_schedules(args, world)
 
 
+# The lesson ends here; what follows proves and measures it.
+
+
+# Copied from tp.py
 # ---- 5. Proof: the three modes, word for word the same in all four scripts -----------------------
 
-EXACT = 1e-10  # float64: the relative error that each tensor may have
-ROUNDING = 2.0  # float32, bfloat16: the error of all of a kind, in multiples of one device's,
-LEAST = 4.0  # or of so many machine epsilons: of a few tokens one device may have less by chance
-LEARNING_STEPS, LEARNING_TOLERANCE = 20, {"float64": 1e-9, "float32": 1e-2, "bfloat16": 2e-1}
-
-
-def is_rank0():
-    """Whether this process prints and writes: rank 0, or one that torchrun has not started."""
-    return "LOCAL_RANK" not in os.environ or os.environ["RANK"] == "0"
-
-
-def print0(*lines):
-    """Print lines on rank 0, after an empty one."""
-    if is_rank0():
-        print("", *lines, sep="\n", flush=True)
+# Largest relative errors. float64 is the proof; the others' rounding hides small mistakes
+LIMIT = {"float64": 1e-10, "float32": 1e-3, "bfloat16": 2e-1}
+LEARNING_LIMIT = {"float64": 1e-9, "float32": 1e-2, "bfloat16": 2e-1}
+IS_RANK0 = "LOCAL_RANK" not in os.environ or os.environ.get("RANK") == "0"  # torchrun sets both
 
 
 def print_table(rows):
-    """Print rows, dicts with the same keys, under these keys; the first column to the left."""
-    cells = [[f"{x:.3g}" if isinstance(x, float) else str(x) for x in r.values()] for r in rows]
-    cells.insert(0, [key.replace("_", " ") for key in rows[0]])
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    lines = []
-    for first, *others in cells:
-        padded = [cell.rjust(width) for cell, width in zip(others, widths[1:])]
-        lines.append("   ".join(["  " + first.ljust(widths[0]), *padded]))
-    print0(*lines)
+    """Print rows, dicts with the same keys, in columns."""
+    table = [list(rows[0])]
+    for row in rows:
+        table.append([f"{x:.6g}" if isinstance(x, float) else str(x) for x in row.values()])
+    widths = [max(map(len, column)) for column in zip(*table)]
+    print()
+    for cells in table:
+        print(" ", *(cell.ljust(width + 2) for cell, width in zip(cells, widths)))
 
 
 def gather_objects(value, group):
-    """Every rank's value, in a list; a barrier, too. A fake rank is alone."""
+    """Every rank's value, in a list; it is a barrier, too. A fake rank has only its own."""
     if dist.get_backend(group) == "fake":
         return [value]
     values = [None] * group.size()
@@ -716,93 +725,58 @@ def gather_objects(value, group):
     return values
 
 
-def full_tensor(tensor):
-    """All of a DTensor, gathered; any other tensor is returned as it is."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-@contextmanager
-def float64_islands(dtype):
-    """For the proof only: HF computes norms and softmax in float32 even in a float64 model."""
-    wide = SimpleNamespace(**vars(torch) | {"float32": torch.float64})
-    with mock.patch.object(modeling_llama, "torch", wide if dtype == "float64" else torch):
-        yield
-
-
-def is_out_of_memory(problem):
-    """Whether memory ran out: torch.OutOfMemoryError on a GPU, on a CPU only the message."""
-    return isinstance(problem, torch.OutOfMemoryError) or "can't allocate memory" in str(problem)
-
-
-@contextmanager
-def readable(name):
-    """Whatever is wrong with a model becomes a UsageError with transformers' own message."""
-    try:
-        yield
-    except Exception as problem:  # of many kinds
-        if is_out_of_memory(problem):
-            raise
-        raise UsageError(f"cannot read the model {name}: {problem}") from None
+def upcasts_in_float64(args):
+    """A context, for the proof only: HF computes norms, softmax and rotary embedding in
+    torch.float32, in a float64 model, too. Within it HF's code finds float64 under that name."""
+    family = args.config.model_type
+    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    wide = {"float32": torch.float64} if args.dtype == "float64" else {}
+    return mock.patch.object(modeling, "torch", SimpleNamespace(**vars(torch) | wide))
 
 
 def load_model(args):
-    """HF's LlamaForCausalLM on this rank's device; the same weights on every rank."""
+    """HF's model for causal language modeling on this rank's device: the same at every call."""
     torch.manual_seed(args.seed)
-    auto, pad = transformers.AutoModelForCausalLM, args.config.pad_token_id
+    config = copy.deepcopy(args.config)  # parallelize() changes it
     how = {"dtype": getattr(torch, args.dtype), "attn_implementation": args.attention}
-    with readable(args.model), args.device if args.source is None else nullcontext():
-        if args.source is not None:
-            model = auto.from_pretrained(**args.source, **how, use_safetensors=True)
-            return model.to(args.device).train()
-        model = auto.from_config(args.config, **how).train()
-    if pad is not None:  # HF's zeros: a norm's gradient of them is huge
-        row = model.model.embed_tokens.weight.data[pad]
-        row.normal_(std=args.config.initializer_range)
-    return model
+    if args.source is None:
+        with args.device:
+            return transformers.AutoModelForCausalLM.from_config(config, **how).train()
+    how |= args.source | {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(config=config, **how)
+    if any(report.values()):
+        report = {problem: names for problem, names in report.items() if names}
+        raise UsageError(f"weights of {args.model} do not fit its config: {str(report)[:500]}")
+    return model.to(args.device).train()
 
 
-def proof_batch(args, group, step=0):
+def proof_batch(args, group, step=1):
     """ids and labels (b, s) of a step, in which an error cannot cancel or hide.
 
-    Steps differ in content and length: nothing kept from the first can serve the second. Of three
-    sequences one has a hole in its targets, one ends early: targets are spread unevenly. Inputs and
-    targets: token 0, the padding token, first and last row of each rank's share of the vocabulary.
+    Step 2 has other tokens and another length: stale state from step 1 makes it fail. Targets are
+    spread unevenly over sequences and tokens. Among inputs and targets are the padding token and
+    the first and last row of each rank's share of the vocabulary.
     """
-    length, vocabulary = args.length, args.config.vocab_size
-    if step > 0:
-        length = length + 1 if length < 3 else length * 2 // 3
-    shape, generator = (args.batch, length), torch.Generator().manual_seed(args.seed + step)
-    ids = torch.randint(vocabulary, shape, generator=generator)
-    targets = torch.ones(shape, dtype=torch.bool)
-    targets[0::3, max(1, length // 4) : length // 2] = False
-    targets[2::3, (length + 1) // 2 :] = False
-    ranges = [split(vocabulary, rank, group.size()) for rank in range(group.size())]
-    edges = {row for start, end in ranges for row in (start, end - 1)}
-    edges = torch.tensor(sorted(edges | {0, (args.config.pad_token_id or 0) % vocabulary}))
-    places = targets[:, 1:].nonzero()[: len(edges)] + torch.tensor([0, 1])  # no target is first
-    ids[tuple(places.T)] = edges[: len(places)]
-    return ids.to(args.device), ids.where(targets, IGNORE).to(args.device)
+    vocabulary, length = args.config.vocab_size, args.length
+    if step == 2:
+        length = length * 2 // 3 if length > 2 else 3
+    generator = torch.Generator().manual_seed(args.seed + step)
+    ids = torch.randint(vocabulary, (args.batch, length), generator=generator)
+    first_rows = [split(vocabulary, rank, group.size())[0] for rank in range(group.size())]
+    special = [args.config.pad_token_id or 0, *first_rows, *(row - 1 for row in first_rows)]
+    special = torch.tensor(special) % vocabulary
+    ids[0, 1 : 1 + len(special)] = special[: length - 1]
+    labels = ids.clone()
+    labels[0::3, length // 2 : length * 3 // 4] = IGNORE
+    labels[2::3, length // 2 + 1 :] = IGNORE
+    return ids.to(args.device), labels.to(args.device)
 
 
-def text_tokens(args):
-    """All tokens of --text, by the model's own tokenizer where it has one, else its bytes."""
-    text = Path(args.text).read_text(errors="replace") if args.text else "".join(topics.values())
-    tokens = list(text.encode())
-    if args.source is not None:
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(**args.source)
-            tokens = tokenizer(text)["input_ids"]
-        except Exception:  # of many kinds
-            print0(f"  {args.model} has no tokenizer: its tokens are the text's bytes")
-    return torch.tensor(tokens, device=args.device) % args.config.vocab_size
-
-
-def reference_step(model, ids, labels, backward=True):
-    """The step of the untouched model on one device, with PyTorch's own loss in float64."""
+def reference_step(model, ids, labels, group, args):
+    """train_step() of HF's untouched model on one device, with PyTorch's own loss in float64."""
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1].double()
     loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE)
-    if backward:
-        loss.backward()
+    loss.backward()
     return loss.detach()
 
 
@@ -812,273 +786,212 @@ def sgd(model, lr):
     model.zero_grad()
 
 
-def two_steps(model, args, group, sharded, lr=None):
-    """({(kind, name): tensor} of all that correctness compares in two SGD steps, learning rate).
+def take_steps(model, args, group, parallel):
+    """{(step, kind, name): tensor} of three SGD steps, by this script (parallel) or HF's model.
 
-    sharded: each tensor is marked as mark() does it; else the model is HF's own on one device.
+    Tensors are marked as mark() does it; each rank has a replica of HF's. Step 3 has logits of
+    hundreds, whose exp() is infinite (not in float32 and bfloat16: there rounding decides).
     """
-    found, embedded, parameters = {}, [], list(model.named_parameters())
-    batches = [proof_batch(args, group, step) for step in (0, 1)]
-    on_all_ranks = SimpleNamespace(shard=None, replicas=group.size())
+    found = {}
 
-    def step(ids, labels):
-        if sharded:
-            return train_step(model, ids, labels, group, args)
-        return reference_step(model, ids, labels)
+    def keep(step, kind, name, tensor, shard=None, replicas=group.size()):  # noqa: B008
+        tensor = torch.atleast_1d(full_tensor(tensor.detach()).clone())
+        found[step, kind, name] = mark(tensor, shard, replicas)
 
-    def keep(kind, name, tensor, marked=on_all_ranks):
-        tensor = found[kind, name] = torch.atleast_1d(full_tensor(tensor.detach()))
-        if sharded:
-            mark(tensor, marked.shard, marked.replicas)
-
-    def keep_embedded(module, ids, out):
-        out.retain_grad()
-        embedded.append(out)
-
-    for name, p in parameters:
-        keep("shard", name, p.clone(), p)
-    ids = batches[0][0]
-    with torch.no_grad():
-        logits = local_logits(model, ids, group, args) if sharded else model(ids).logits
-    if logits is not None:  # of a pipeline only the last stage has them
-        keep("logits", "logits", logits, logits)
-    hook = model.model.embed_tokens.register_forward_hook(keep_embedded)
-    loss = step(*batches[0])
-    hook.remove()
-    keep("loss", "loss", loss)
-    for name, p in reversed(parameters):
-        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        keep("grad", name, p.grad, p)
-    if embedded:
-        start, end, replicas = 0, args.length, 1
-        inputs = torch.cat([x.grad for x in embedded])[:, : end - start]  # without padding
-        keep("grad", "inputs_embeds", inputs, mark(inputs, (1, start, end), replicas))
-    norm = torch.stack([p.grad.double().norm() for p in model.parameters()]).norm()
-    norm = grad_norm(model, group) if sharded else norm
-    keep("grad_norm", "grad_norm", norm)
-    # 5% less loss if it fell along a straight line; with 10% training becomes unstable
-    lr = lr or 0.05 * loss.item() / (norm.item() ** 2 or 1.0)
-    sgd(model, lr)
-    keep("loss", "loss of step 2", step(*batches[1]))
-    sgd(model, lr)
-    for name, p in parameters:
-        keep("weight", name, p, p)
-    # Logits of hundreds, whose exp() would be infinite
-    hook = model.model.norm.register_forward_hook(lambda module, x, out: 512 * out)
-    keep("loss", "loss of 512 x logits", step(*batches[0]))
-    hook.remove()
-    for _, p in model.model.norm.named_parameters():
-        keep("large", "norm of 512 x logits", p.grad, p)
-    return found, lr
+    for parameter in () if parallel else model.parameters():
+        mark(parameter, replicas=group.size())
+    for step in (1, 2, 3) if args.dtype == "float64" else (1, 2):
+        if step == 3:
+            model.model.norm.register_forward_hook(lambda module, x, out: 512 * out)
+        for name, p in model.named_parameters() if step == 1 else ():  # as they were cut
+            keep(step, "weight", name, p, p.shard, p.replicas)
+        ids, labels = proof_batch(args, group, step)
+        with torch.no_grad():
+            logits = local_logits(model, ids, group, args) if parallel else mark(model(ids).logits)
+        if logits is not None:  # of a pipeline only the last stage has them
+            keep(step, "logits", "logits", logits, logits.shard, logits.replicas)
+        loss = (train_step if parallel else reference_step)(model, ids, labels, group, args)
+        keep(step, "loss", "loss", loss)
+        for name, p in reversed(list(model.named_parameters())):  # as the backward reaches them
+            keep(step, "grad", name, p.grad, p.shard, p.replicas)
+        norm = grad_norm(model, group)
+        keep(step, "grad_norm", "grad_norm", norm)
+        sgd(model, 0.05 * loss.item() / (norm.item() ** 2 or 1.0))  # about 5% less loss
+    return found
 
 
-def judge(found, expected, rounded, dtype, group):
-    """Entries of the JSON, one per tensor; in float32 and bfloat16 also one per kind of tensors.
+def compare(found, expected, args, group):
+    """Rows of --json: the error of each tensor over all ranks, and its coverage.
 
-    In float64 each tensor's error counts, relative to its own norm, or to a thousandth of that of
-    its kind: what is zero by construction has none. In other dtypes rounding hides small errors:
-    all of a kind are held against `rounded`, one device in the same dtype. coverage is the part of
-    a tensor that is here, divided by its replicas: over all ranks 1, or some of it was lost, or not
-    sharded.
+    An error is relative to the norm of the tensor, or a thousandth of that of all of its kind: some
+    gradients are zero but for rounding. In float32 and bfloat16: to that of all of its kind.
+    Coverage: how often a tensor exists, replicas counted once. Not 1: lost in part, or not sharded.
     """
-    sums = torch.zeros(len(expected), 4, dtype=torch.float64)
-    for row, key in zip(sums, expected):
-        if key in found:  # a bias may be rank 0's alone, a layer another stage's
-            tensor, full = found[key], expected[key]
+    own = torch.zeros(len(expected), 2, dtype=torch.float64)  # square of the error; coverage
+    squares = Counter()  # of the norm of each tensor, and of all of a kind
+    for row, (key, full) in zip(own, expected.items()):
+        squares[key] = full.double().square().sum().item()
+        squares[key[:2]] += squares[key]
+        if key in found:  # it may be another rank's alone: a layer, a bias
+            tensor = found[key]
             dim, start, end = tensor.shard or (0, 0, len(full))
-            want, one_device = (x[key].narrow(dim, start, end - start) for x in (expected, rounded))
-            error = tensor - want if tensor.shape == want.shape else torch.tensor(math.inf)
-            for i, x in enumerate((error, want, one_device - want)):
-                row[i] = x.double().square().sum() / tensor.replicas
-            row[3] = want.numel() / full.numel() / tensor.replicas
-    ranks = torch.stack(gather_objects(sums, group))
-    sums, largest = ranks.sum(0), ranks[:, :, 0].argmax(0).tolist()
-    kinds = {kind: sums[[k == kind for k, _ in expected]].sum(0).tolist() for kind, _ in expected}
-    entries = []
-    for (kind, name), (error, size, _, coverage), rank in zip(expected, sums.tolist(), largest):
-        error = math.sqrt(error / (max(size, kinds[kind][1] / 1e6) or 1.0))
-        limit = 0.0 if kind == "shard" else EXACT if dtype == "float64" else math.inf
-        entries.append([name, kind, rank, coverage, error, limit])
-    for kind in ("logits", "grad", "weight") if dtype != "float64" else ():
-        error, size, rounding, _ = (math.sqrt(square) for square in kinds[kind])
-        least = LEAST * torch.finfo(getattr(torch, dtype)).eps
-        limit = ROUNDING * max(rounding / size, least)
-        entries.append([f"all {kind}", kind, "all", 1.0, error / size, limit])
-    keys = ("name", "kind", "rank", "coverage", "relative_error", "limit", "passed")
-    return [dict(zip(keys, (*e, e[4] <= e[5] and abs(e[3] - 1) < 1e-9))) for e in entries]
-
-
-def nearness(entry):
-    """How near to its limit a tensor is; where it has none, its error."""
-    return entry["relative_error"] / max(entry["limit"], 1e-99), entry["relative_error"]
+            part = full.narrow(dim, start, end - start)
+            error = tensor - part if tensor.shape == part.shape else torch.tensor(math.inf)
+            row[0] = error.double().square().sum() / tensor.replicas
+            row[1] = part.numel() / full.numel() / tensor.replicas
+    rows = []
+    for key, ranks in zip(expected, torch.stack(gather_objects(own, group)).unbind(1)):
+        error, coverage = ranks.sum(0).tolist()
+        least = squares[key[:2]] * (1e-6 if args.dtype == "float64" else 1)
+        error = math.sqrt(error / (max(squares[key], least) or 1.0))
+        row = {"name": key[2], "kind": key[1], "step": key[0], "rank": ranks[:, 0].argmax().item()}
+        row |= {"coverage": coverage, "relative_error": error}
+        close = error <= LIMIT[args.dtype]  # False for NaN
+        rows.append(row | {"passed": close and abs(coverage - 1) < 1e-9})
+    return rows
 
 
 def check_correctness(args, group):
-    """Every tensor of two steps on P ranks against the untouched model on one device."""
-    reference = load_model(args)
-    model = parallelize(copy.deepcopy(reference), group, args)
-    finer = {"bfloat16": "float32", "float32": "float64"}.get(args.dtype)
-    one_device = copy.deepcopy(reference) if finer else reference
-    rounded, lr = expected, _ = two_steps(one_device, args, group, sharded=False)
-    if finer:
-        with float64_islands(finer):
-            reference.to(getattr(torch, finer))
-            expected, _ = two_steps(reference, args, group, sharded=False, lr=lr)
-    found, _ = two_steps(model, args, group, sharded=True, lr=lr)
-    entries = judge(found, expected, rounded, args.dtype, group)
-    wrong = [entry for entry in entries if not entry["passed"]]
-    nearest = sorted(entries, key=nearness, reverse=True)
-    numbers, rows = {}, []
+    """Every tensor of three steps on P ranks against HF's untouched model on one device."""
+    expected = take_steps(load_model(args), args, group, parallel=False)
+    model = parallelize(load_model(args), group, args)
+    found = take_steps(model, args, group, parallel=True)
+    rows = compare(found, expected, args, group)
+    wrong = [row for row in rows if not row["passed"]]
+    nearest = sorted(rows, key=lambda row: row["relative_error"], reverse=True)
+    result = {"tolerance": LIMIT[args.dtype], "passed": not wrong, "worst": nearest[0]}
     for name in ("loss", "grad_norm"):
-        one_device, parallel = expected[name, name].item(), found[name, name].item()
-        numbers |= {f"{name}_reference": one_device, name: parallel}
-        rows.append({"": name, "one device": f"{one_device:.8g}", "parallel": f"{parallel:.8g}"})
-    print_table(rows)
-    print_table([{k: v for k, v in e.items() if k != "passed"} for e in (wrong or nearest)[:8]])
-    print0("  coverage: how often a tensor exists over all ranks, replicas once; 1 is right")
-    limit = f"{EXACT} of one device" if args.dtype == "float64" else f"{ROUNDING:g} x its rounding"
-    summary = f"loss, logits, all gradients, weights after 2 SGD steps: within {limit}"
+        one_device, parallel = (x[1, name, name].item() for x in (expected, found))
+        result |= {f"{name}_reference": one_device, name: parallel}
+        print(f"  {name:10}  one device {one_device:.8g}, parallel {parallel:.8g}")
+    print(f"\n  {'Wrong' if wrong else 'The largest errors'}, of {len(rows)} tensors in all steps")
+    print("  (coverage: how often a tensor exists over all ranks, replicas counted once):")
+    print_table((wrong or nearest)[:8])
+    summary = f"logits, loss and all gradients are within {LIMIT[args.dtype]} of one device's"
     if wrong:
-        summary = f"{len(wrong)} of {len(entries)} values are wrong, the first: {wrong[0]['name']}"
-    result = {"passed": not wrong, **numbers, "worst": nearest[0]}
-    result["tolerance"] = EXACT if args.dtype == "float64" else ROUNDING
-    return summary, result | {"tensors": entries}
+        summary = f"{len(wrong)} of {len(rows)} tensors are wrong, the first: {wrong[0]['name']}"
+    return summary, result | {"tensors": rows}
 
 
 def check_learning(args, group):
-    """Train one device and P ranks on the same text: the same losses, and they fall."""
-    reference, tokens, size = load_model(args), text_tokens(args), args.batch * args.length
-    model, lr, rows = parallelize(copy.deepcopy(reference), group, args), None, []
-    for i in tqdm(range(LEARNING_STEPS), "learning", disable=None if is_rank0() else True):
-        places = torch.arange(i * size, (i + 1) * size) % len(tokens)  # a short text begins again
-        ids = tokens[places].view(args.batch, args.length)
-        loss = train_step(model, ids, ids, group, args).item()
-        lr = lr or 0.07 * loss / (grad_norm(model, group).item() ** 2 or 1.0)
-        alone = reference_step(reference, ids, ids).item()
-        error = max(gather_objects(abs(loss - alone) / alone, group))  # the worst rank's
-        rows.append({"step": i, "one device": alone, "parallel": loss, "relative error": error})
+    """Train one device and P ranks on the text of this file: the same losses, and they fall."""
+    reference = load_model(args)
+    model = parallelize(load_model(args), group, args)
+    text = torch.tensor(list(Path(__file__).read_bytes())) % args.config.vocab_size
+    ids = text[torch.arange(args.batch * args.length) % len(text)]  # the same at each step
+    ids = ids.view(args.batch, args.length).to(args.device)
+    losses, references = [], []
+    for step in range(20):
+        references.append(reference_step(reference, ids, ids, group, args).item())
+        losses.append(train_step(model, ids, ids, group, args).item())
+        print(f"  step {step:2}  one device {references[-1]:.6f}, parallel {losses[-1]:.6f}")
+        if step == 0:
+            lr = 0.07 * losses[0] / (grad_norm(model, group).item() ** 2 or 1.0)
         sgd(model, lr)
         sgd(reference, lr)
-    shown = [row | {k: f"{row[k]:.6f}" for k in ("one device", "parallel")} for row in rows]
-    print_table([*shown[:-1:5], shown[-1]])
-    apart, fall = max(row["relative error"] for row in rows), 1 - loss / rows[0]["parallel"]
-    limit = LEARNING_TOLERANCE[args.dtype]
-    summary = f"losses within {apart:.1e} of one device's (at most {limit:.0e}), down by {fall:.0%}"
-    passed = apart <= limit
-    if args.model == "tiny" and size >= 768:  # fewer tokens differ too much from step to step
-        passed, summary = passed and fall > 0.2, f"{summary} (over 20%)"
-    losses = {"loss_reference": [row["one device"] for row in rows]}
-    return summary, {"passed": passed, **losses, "loss": [row["parallel"] for row in rows]}
+    errors = [abs(loss / reference - 1) for loss, reference in zip(losses, references)]
+    errors = sum(gather_objects(errors, group), [])
+    fall = 1 - losses[-1] / losses[0]
+    passed = fall > 0 and all(error <= LEARNING_LIMIT[args.dtype] for error in errors)  # no NaN is
+    summary = f"losses within {max(errors):.1e} of one device's, and down by {fall:.0%}"
+    return summary, {"passed": passed, "loss": losses, "loss_reference": references}
 
 
 class Meter(TorchDispatchMode):
-    """Counts collectives, the bytes of their full tensors (of an all_to_all: of the rank's own
-    input), and the bytes of all tensors that exist at the same time, whoever made them."""
+    """Sees every operation: counts messages and their bytes (the full tensor's; of an all-to-all
+    the rank's own input), and the peak of the bytes of all tensors alive."""
 
-    OPS = {"allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter"}
-    OPS |= {"alltoall": "all_to_all", "send": "send"}
+    OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 
     def __init__(self):
         super().__init__()
-        self.calls, self.bytes, self.peak = Counter(), Counter(), 0
+        self.calls = Counter()
+        self.bytes = Counter()
+        self.peak = 0
         self.alive = weakref.WeakValueDictionary()  # storages: several tensors may share one
-        self.add(x for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter))
+        self.see(gc.get_objects())
 
-    def add(self, tensors):
-        for storage in (tensor.untyped_storage() for tensor in tensors):
+    def see(self, values):
+        """The tensors among values; not DTensors and FakeTensors, which have no data."""
+        tensors = [x for x in values if type(x) in (torch.Tensor, nn.Parameter)]
+        for storage in (x.untyped_storage() for x in tensors):
             if storage._cdata not in self.alive:
                 self.alive[storage._cdata] = storage
                 # Sizes anew: fully_shard empties and fills storages in place
                 self.peak = max(self.peak, sum(x.nbytes() for x in self.alive.values()))
+        return tensors
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(hasattr(kind, "full_tensor") for kind in types):  # a DTensor: count what it calls
-            return NotImplemented
+        if any(hasattr(kind, "full_tensor") for kind in types):
+            return NotImplemented  # a DTensor: what it calls comes here, too
         out = func(*args, **(kwargs or {}))
-        if set(types) - {torch.Tensor, nn.Parameter}:  # FakeTensor: DTensor infers a shape
-            return out
-        inputs = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
-        outputs = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
-        self.add(outputs)
+        inputs = self.see(tree_leaves(args))
+        outputs = self.see(tree_leaves(out))
         name = func._opname.replace("_", "")
-        op = next((op for start, op in self.OPS.items() if name.startswith(start)), None)
-        if op and func.namespace in ("c10d", "_c10d_functional"):
-            message = inputs[-1:] if op == "all_to_all" else inputs + outputs
-            self.calls[op] += 1
-            self.bytes[op] += max(x.nbytes for x in message)
+        for op in self.OPS:
+            if "c10d" in func.namespace and name.startswith(op.replace("_", "")):
+                message = inputs[-1:] if op == "all_to_all" else inputs + outputs
+                self.calls[op] += 1
+                self.bytes[op] += max(x.nbytes for x in message)
         return out
 
 
-def compare_traffic(model, args, group, forward, step):
-    """Measured beside expected traffic: a row of the JSON each, with the ranks that have it."""
-    rows, holders = defaultdict(lambda: [0, 0, 0, 0]), defaultdict(list)
-    for op, calls in step.calls.items():  # a step less its forward is the backward
-        rows["forward", op][:2] = forward.calls[op], forward.bytes[op]
-        rows["backward", op][:2] = calls - forward.calls[op], step.bytes[op] - forward.bytes[op]
-    for phase, op, calls, size in expected_traffic(model, group, args):
-        rows[phase, op][2] += calls
-        rows[phase, op][3] += size
-    mine = [(*key, *row) for key, row in rows.items() if any(row)]
-    for rank, found in enumerate(gather_objects(mine, group)):
-        for row in found:
-            holders[row].append(rank)
-    keys = ("phase", "op", "count", "bytes", "expected_count", "expected_bytes")
-    return [dict(zip(keys, row)) | {"ranks": ranks} for row, ranks in holders.items()]
+def compare_traffic(forward, step, expected):
+    """Rows of --json: what this rank sent, beside the rows of expected_traffic(). From Meters of a
+    forward alone, and of a step: what the step has more is the backward's."""
+    rows = []
+    for phase, op in product(("forward", "backward"), Meter.OPS):
+        calls, size = forward.calls[op], forward.bytes[op]
+        if phase == "backward":
+            calls, size = step.calls[op] - calls, step.bytes[op] - size
+        wanted = [entry[2:] for entry in expected if entry[:2] == (phase, op)]
+        row = {"phase": phase, "op": op, "count": calls, "bytes": size}
+        row["expected_count"] = sum(calls for calls, _ in wanted)
+        row["expected_bytes"] = sum(size for _, size in wanted)
+        row["passed"] = (calls, size) == (row["expected_count"], row["expected_bytes"])
+        if calls or row["expected_count"]:
+            rows.append(row)
+    return rows
 
 
 def check_benchmark(args, group):
-    """Time, peak memory and traffic of a step; the traffic must be as expected, to the byte."""
-    model, batch = parallelize(load_model(args), group, args), proof_batch(args, group)
+    """Time, peak memory and messages of a step; the messages must be as expected, to the byte."""
+    model = parallelize(load_model(args), group, args)
+    batch = proof_batch(args, group)
     device, cuda = torch.get_device_module(args.device), args.device.type == "cuda"
 
     def step(backward=True):
         train_step(model, *batch, group, args, backward)
         model.zero_grad()
 
-    if cuda:
-        device.reset_peak_memory_stats()
     with Meter() as forward:  # these two steps warm up, too
         step(backward=False)
     with Meter() as both:
         step()
     peaks = gather_objects(device.max_memory_allocated() if cuda else both.peak, group)
-    traffic = compare_traffic(model, args, group, forward, both)
-    seconds = {"forward": [], "forward + backward": []}
-    for _ in tqdm(range(args.bench_iters), "benchmark", disable=None if is_rank0() else True):
-        for name, times in seconds.items():  # in turn
+    traffic = compare_traffic(forward, both, expected_traffic(model, group, args))
+    right = gather_objects(all(row["passed"] for row in traffic), group)
+    result = {"passed": all(right), "peak_memory_bytes": peaks, "traffic": traffic}
+    for name in ("forward_s", "forward_backward_s"):
+        times = []
+        for _ in range(args.bench_iters):
             gather_objects(None, group)  # the ranks begin together
             begin = time.perf_counter()
-            step(backward=name != "forward")
+            step(backward=name == "forward_backward_s")
             device.synchronize()
             times.append(max(gather_objects(time.perf_counter() - begin, group)))  # the slowest
-    if args.profile:
-        with torch.profiler.profile() as trace:
-            step()
-        if is_rank0():
-            atomic_write(args.profile, lambda draft: trace.export_chrome_trace(str(draft)))
-    rows = {}
-    for name, times in seconds.items():
-        rows[name] = {"median": statistics.median(times), "min": min(times), "max": max(times)}
-    label = "seconds (CPU, gloo: no GPU's)" if args.backend == "gloo" else "seconds"
-    print_table([{label: name} | row for name, row in rows.items()])
-    print_table([{"rank": r, "peak_memory_MiB": f"{p / 2**20:.1f}"} for r, p in enumerate(peaks)])
+        result[name] = {"median": statistics.median(times), "min": min(times), "max": max(times)}
+    label = "time" if cuda else "time (of a CPU: says nothing about GPUs)"
+    print_table([{label: name} | result[name] for name in ("forward_s", "forward_backward_s")])
+    print_table([{"rank": rank, "peak memory, bytes": size} for rank, size in enumerate(peaks)])
     if traffic:
-        print_table(
-            [{k.replace("bytes", "message_bytes"): v for k, v in r.items()} for r in traffic]
-        )
-    problems = []
-    for row in traffic:
-        if (row["count"], row["bytes"]) != (row["expected_count"], row["expected_bytes"]):
-            problems.append(f"traffic, {row['phase']} {row['op']}")
-    speed = args.batch * args.length / rows["forward + backward"]["median"]
-    summary = f"{speed:.0f} tokens per second, all traffic as the formula says"
-    if args.backend == "fake":
-        summary = "all traffic as the formula says; no peer was waited for"
-    if problems:
-        summary = f"not as expected: {'; '.join(problems)}"
-    result = {"passed": not problems, "forward_s": rows["forward"]}
-    result |= {"forward_backward_s": rows["forward + backward"], "tokens_per_s": speed}
-    return summary, result | {"peak_memory_bytes": peaks, "traffic": traffic}
+        print("\n  What rank 0 sends in a step; bytes are message bytes:")
+        print_table(traffic)
+    result["tokens_per_s"] = speed = args.batch * args.length / statistics.median(times)
+    summary = f"{speed:.0f} tokens per second; messages as expected_traffic() says"
+    if not all(right):
+        summary = f"not as expected_traffic() says on rank {right.index(False)}"
+    return summary, result
 
 
 # ---- 6. Command line: the same in all four scripts -----------------------------------------------
@@ -1086,206 +999,137 @@ def check_benchmark(args, group):
 MODES = {"correctness": check_correctness, "learning": check_learning, "benchmark": check_benchmark}
 
 
-def llama(hidden_size, intermediate_size, layers, heads, kv_heads, vocab_size, **others):
-    """Keywords of LlamaConfig."""
-    sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
-    sizes |= {"num_hidden_layers": layers, "num_attention_heads": heads}
-    sizes |= {"num_key_value_heads": kv_heads, "vocab_size": vocab_size}
-    return {"tie_word_embeddings": True, "max_position_embeddings": 1 << 20} | sizes | others
-
-
-PRESETS = {
-    "tiny": llama(64, 192, 8, 8, 4, 256, pad_token_id=130),
-    "smollm2-135m": llama(576, 1536, 30, 9, 3, 49152, pad_token_id=2),
-    "llama-3.2-1b": llama(2048, 8192, 16, 32, 8, 128256),
-    "llama-3.2-3b": llama(3072, 8192, 28, 24, 8, 128256),
-    "llama-3.1-8b": llama(4096, 14336, 32, 32, 8, 128256, tie_word_embeddings=False),
-}
-
-
-def find_model(name, attention):
-    """(config, from_pretrained's keywords) of a preset, directory, .gguf file or hub id.
-
-    The keywords are None where there are no weights to load: a preset, or a config.json alone.
-    """
+def find_model(name):
+    """(config, from_pretrained's keywords; None: random weights) of what --model names."""
     if name in PRESETS:
-        spread = 0.8 / math.sqrt(PRESETS[name]["hidden_size"])  # HF's 0.02: uniform attention
-        return transformers.LlamaConfig(**PRESETS[name], initializer_range=spread), None
-    path, source = Path(name), {"pretrained_model_name_or_path": name}
-    if name.endswith(".gguf"):
+        family, *sizes = PRESETS[name]
+        sizes = dict(zip(SIZES, sizes), max_position_embeddings=1 << 20, pad_token_id=2)
+        spread = 0.8 / math.sqrt(sizes["hidden_size"])  # with HF's 0.02 attention is uniform
+        return transformers.AutoConfig.for_model(family, **sizes, initializer_range=spread), None
+    path = Path(name)
+    source = {"pretrained_model_name_or_path": name}
+    if path.suffix == ".gguf":
         source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    elif not path.is_dir() and ("/" not in name or name[0] in "./~"):  # not a hub id either
-        raise UsageError(f"no model {name}; these need no download: {', '.join(PRESETS)}")
-    with readable(name):
-        config = transformers.AutoConfig.from_pretrained(**source)
-        if config.model_type != "llama":
-            raise ValueError(f"model_type {config.model_type}; these scripts take llama")
-        if config.vocab_size < 2:
-            raise ValueError("one word in its vocabulary: nothing to predict")
-        with torch.device("meta"), torch.no_grad():  # shapes without memory: can it run?
-            auto = transformers.AutoModelForCausalLM
-            model = auto.from_config(config, attn_implementation=attention)
-            model(inputs_embeds=torch.empty(1, 2, config.hidden_size))
-    weights = [*path.glob("*.safetensors"), *path.glob("*.bin")]
+    elif not path.is_dir() and (path.exists() or "/" not in name or name[0] in "./~"):
+        raise UsageError(f"no model {name}: a directory, a .gguf file or {list(PRESETS)} would do")
+    try:
+        config = transformers.AutoConfig.from_pretrained(**source, trust_remote_code=False)
+    except Exception as problem:  # of many kinds
+        raise UsageError(f"cannot read the model {name}: {problem}") from None
+    if config.model_type not in FAMILIES:
+        raise UsageError(f"{name} is a {config.model_type}; {', '.join(FAMILIES)} would do")
+    weights = [*path.glob("*.safetensors*"), *path.glob("*.bin*")]
     return config, None if path.is_dir() and not weights else source
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse, with its complaint raised instead of printed with the usage."""
-
-    def error(self, message):
-        raise UsageError(message)
 
 
 def parse(argv):
     """The arguments, checked as far as can be without starting anything."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument_group("what runs").add_argument
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
     add("--mode", choices=[*MODES, "all", *OWN_MODES], default="correctness")
-    models = f"{', '.join(PRESETS)} (random weights), a hub id, a directory, a .gguf file"
-    add("--model", default="tiny", help=models)
+    add("--model", default="tiny", help=f"{', '.join(PRESETS)}, a hub id, directory or .gguf file")
     add("--length", type=int, default=256, help="tokens per sequence (256)")
     add("--batch", type=int, help="sequences (3; pp.py: as many as microbatches)")
-    add("--text", metavar="FILE", help="what to learn (Python's own help topics)")
-    add("--seed", type=int, default=0, help="of random weights and tokens (0)")
-    add = parser.add_argument_group("how it runs").add_argument
-    exact = "float64, in which the proof is exact; for benchmark float32"
-    add("--dtype", choices=["float64", "float32", "bfloat16"], help=exact)
-    add("--attn", choices=["auto", "sdpa", "eager", "flash"], default="auto", help="auto: sdpa")
+    add("--dtype", choices=list(LIMIT), help="float64, which proves; for benchmark float32")
+    add("--attn", choices=["sdpa", "eager", "flash"], default="sdpa", help="PyTorch's sdpa")
     add("--loss", choices=["chunked", "full"], default="chunked", help="full: all logits at once")
-    kept = "full: keep the input of each layer only, and recompute the rest; none: keep all"
-    add("--recompute", choices=["full", "block", "none"], default="full", help=kept)
-    fake = "auto: nccl with a GPU per rank, else gloo; fake: rank $RANK of $WORLD_SIZE, alone"
-    add("--backend", choices=["auto", "gloo", "nccl", "fake"], default="auto", help=fake)
+    add("--recompute", choices=["full", "none"], default="full", help="full: keep layers' inputs")
+    add("--backend", choices=["auto", "gloo", "nccl", "fake"], default="auto", help="fake: alone")
+    add("--bench-iters", type=int, default=5, help="timed steps (5)")
+    add("--seed", type=int, default=0, help="of random weights and tokens (0)")
     add("--timeout", type=int, default=600, help="seconds to wait for another rank (600)")
-    add = parser.add_argument_group("what comes out").add_argument
-    add("--bench-iters", type=int, help="timed steps (5; 1 on a CPU above 8192 tokens)")
     add("--json", metavar="FILE", help="write the results; results/plot.py draws them")
-    add("--profile", metavar="FILE", help="benchmark: write a trace of a step, for ui.perfetto.dev")
-    add = parser.add_argument_group(f"{STRATEGY} alone").add_argument
-    for name, how in OPTIONS.items():
-        add(name, **how)
+    for name, keywords in OPTIONS.items():  # of this script alone
+        add(name, **keywords)
     args = parser.parse_args(argv)
-    args.recompute = args.recompute.replace("block", "full")
     for name, value in vars(args).items():
         least = {"seed": 0, "length": 2}.get(name, 1)  # one token has no next one to predict
         if type(value) is int and not least <= value < 1 << 31:
-            raise UsageError(
-                f"--{name.replace('_', '-')} {value} is out of range; {least} would do"
-            )
+            parser.error(f"--{name.replace('_', '-')} {value} is out of range; {least} would do")
     if args.backend == "fake" and args.mode != "benchmark":
-        raise UsageError("--backend fake computes no real values: --mode benchmark only")
-    if args.profile and args.mode not in ("benchmark", "all"):
-        raise UsageError("--profile needs --mode benchmark or all")
-    if args.text and not Path(args.text).read_bytes():
-        raise UsageError(f"--text {args.text} is empty")
-    for path in filter(None, (args.json, args.profile)):
-        if os.path.isdir(path) or not os.access(Path(path).absolute().parent, os.W_OK):
-            raise UsageError(f"cannot write {path}: a directory, or in none that can be written")
+        parser.error("--backend fake computes no real values: --mode benchmark only")
+    if args.attn == "flash" and args.dtype != "bfloat16":
+        parser.error("--attn flash needs --dtype bfloat16")
     return args
 
 
 def start(args):
     """Choose the device, read the model's config, join the other ranks; returns their group."""
-    environment = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    rank, world, local, here = (int(os.environ.get(k, v)) for k, v in environment.items())
-    gpus, store = torch.cuda.device_count(), None  # None: torchrun's
+    torchrun = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    given = [name for name in torchrun if name in os.environ]
+    if len(given) not in (0, 4) and args.backend != "fake":
+        raise UsageError(f"{', '.join(given)} of torchrun's {', '.join(torchrun)}: unset, or all")
+    rank, world, local_rank, local_world = (int(os.environ.get(k, n)) for k, n in torchrun.items())
+    gpus = torch.cuda.device_count()
     if args.backend == "auto":
-        args.backend = "nccl" if gpus >= here else "gloo"
-    if args.backend == "nccl" and gpus < here:
-        raise UsageError(f"--backend nccl needs {here} GPUs here, and there are {gpus}; try gloo")
-    cuda = args.backend == "nccl" or (args.backend == "fake" and gpus > 0)
-    args.device = torch.device("cuda", local) if cuda else torch.device("cpu")
-    torch.get_device_module(args.device).set_device(args.device)
-    args.attention = {"auto": "sdpa", "flash": "flash_attention_2"}.get(args.attn, args.attn)
-    flash = args.dtype == "bfloat16" and transformers.utils.is_flash_attn_2_available()
-    if args.attn == "flash" and not flash:
-        raise UsageError("--attn flash needs --dtype bfloat16, a GPU, and the package flash-attn")
-    args.bench_iters = args.bench_iters or (1 if not cuda and args.length > 8192 else 5)
-    args.wait = datetime.timedelta(seconds=args.timeout)
-    args.config, args.source = find_model(args.model, args.attention)
+        args.backend = "nccl" if gpus >= local_world else "gloo"
+    if args.backend == "nccl" and gpus < local_world:
+        raise UsageError(f"--backend nccl needs {local_world} GPUs, here are {gpus}; try gloo")
+    args.device = torch.device("cpu")
+    if gpus and args.backend in ("nccl", "fake"):
+        args.device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(args.device)
+    args.attention = "flash_attention_2" if args.attn == "flash" else args.attn
+    args.config, args.source = find_model(args.model)
     finalize_args(args, world)
-    if args.backend == "fake":
-        store = FakeStore()
-    elif "RANK" not in os.environ:
-        print0(f"one rank; for more: torchrun --nproc_per_node=2 {' '.join(sys.argv)}")
+    store = None  # where the ranks find each other; None: torchrun's
+    if args.backend == "fake" or not given:
+        print(f"1 process; for more ranks: torchrun --nproc_per_node=2 {' '.join(sys.argv)}")
         store = dist.HashStore()
     backend = "cpu:gloo,cuda:nccl" if args.backend == "nccl" else args.backend
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=args.wait)
+    timeout = datetime.timedelta(seconds=args.timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     return dist.group.WORLD
-
-
-def atomic_write(path, write):
-    """Have write(another path) make the file, then rename it to path: all of it, or nothing."""
-    with tempfile.TemporaryDirectory(dir=Path(path).absolute().parent) as folder:
-        draft = Path(folder, "draft")
-        write(draft)
-        draft.replace(path)
 
 
 def run(args, group):
     """Run the modes asked for, write --json; returns whether all passed."""
-    modes, asked = list(MODES) if args.mode == "all" else [args.mode], args.dtype
-    versions = {"python": sys.version.split()[0], "torch": torch.__version__}
-    versions |= {"transformers": transformers.__version__}
-    results = {"script": Path(sys.argv[0]).name, "strategy": STRATEGY, "versions": versions}
-    results |= {"world_size": group.size(), "device": args.device.type}
-    results |= {k: v for k, v in vars(args).items() if isinstance(v, str | int | float | None)}
-    own = [name for name in OPTIONS if vars(args)[name[2:].replace("-", "_")] is True]
-    ranks = f"{group.size()} rank{'s' if group.size() > 1 else ''}"
-    what = f"{' '.join([STRATEGY, *own])}, {ranks} ({args.backend}, {args.device.type})"
+    versions = {module.__name__: module.__version__ for module in (torch, transformers)}
+    results = {"script": Path(__file__).name, "strategy": STRATEGY, "device": args.device.type}
+    versions["python"] = sys.version.split()[0]
+    results |= {"versions": versions, "world_size": group.size()}
+    results |= {k: v for k, v in vars(args).items() if isinstance(v, str | int | None)}
+    dtype = args.dtype
+    modes = list(MODES) if args.mode == "all" else [args.mode]
     for mode in modes:
-        args.dtype = asked or ("float32" if mode in ("benchmark", "bubble") else "float64")
-        results.update(dtype=results["dtype"] or args.dtype)  # the first mode's
-        print0(f"{mode}: {what}, {args.model}, {args.dtype}, {args.batch} x {args.length} tokens")
-        with float64_islands(args.dtype):
+        args.dtype = dtype or ("float64" if mode in ("correctness", "learning") else "float32")
+        ranks = (
+            f"{group.size()} rank{'s' * (group.size() > 1)} ({args.backend}, {args.device.type})"
+        )
+        size = f"{args.model}, {args.dtype}, {args.batch} x {args.length} tokens"
+        print(f"\n{mode}: {STRATEGY}, {ranks}, {size}")
+        with upcasts_in_float64(args):
             summary, result = (MODES | OWN_MODES)[mode](args, group)
         results[mode] = {"dtype": args.dtype} | result
-        print0(f"{'PASS' if result['passed'] else 'FAIL'} {mode}: {summary}")
-    failed = [mode for mode in modes if not results[mode]["passed"]]
-    if len(modes) > 1:
-        print0(f"{'FAIL' if failed else 'PASS'} {STRATEGY}: {', '.join(failed or modes)}")
-    if is_rank0() and args.json:
-        results = json.loads(json.dumps(results), parse_constant=lambda name: None)  # no NaN
-        text = json.dumps(results, indent=1) + "\n"
-        atomic_write(args.json, lambda draft: draft.write_text(text))
-    gather_objects(None, group)  # no rank leaves, and ends the others, before rank 0 has written
-    return not failed
-
-
-def stop(*_):
-    """Ctrl-C: end at once; an exception could be lost, or met by that of a peer that has left."""
-    print0("stopped")
-    os._exit(130)
+        print(f"\n{'PASS' if result['passed'] else 'FAIL'} {mode}: {summary}", flush=True)
+    results["dtype"] = results[modes[0]]["dtype"]
+    if args.json and IS_RANK0:
+        Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
+    gather_objects(None, group)  # a rank that leaves would end rank 0 before it has written
+    return all(results[mode]["passed"] for mode in modes)
 
 
 def main(argv=None):
     """Returns the exit status: 0 all passed, 1 a check failed, 2 unusable arguments or model."""
-    if sys.platform == "win32":
-        print("error: needs Linux or macOS; on Windows use WSL", file=sys.stderr)
-        return 2
     transformers.logging.set_verbosity_error()
-    huggingface_hub.logging.set_verbosity_error()  # it would report each of its retries
-    if not is_rank0():
+    if not IS_RANK0:
+        sys.stdout = io.StringIO()  # rank 0 alone prints
         transformers.logging.disable_progress_bar()
-    faulthandler.register(signal.SIGTERM, sys.__stderr__, chain=True)  # prints where a rank hung
-    signal.signal(signal.SIGINT, stop)
     try:
+        if sys.platform == "win32":
+            raise UsageError("needs Linux or macOS; on Windows use WSL")
+        faulthandler.register(signal.SIGTERM, sys.__stderr__, chain=True)  # shows where a rank hung
         args = parse(argv)
         return 0 if run(args, start(args)) else 1
-    except (UsageError, OSError, RuntimeError) as problem:  # OSError: a full disk, a missing file
-        if isinstance(problem, RuntimeError):
-            if not is_out_of_memory(problem):
-                raise
-            problem = f"not enough memory; a smaller --length or --batch would do: {problem}"
-        if not is_rank0():
+    except (UsageError, OSError, ImportError) as problem:  # OSError: a full disk, a missing file
+        if not IS_RANK0:
             time.sleep(30)  # torchrun ends all ranks as soon as one exits: let rank 0 print first
         print(f"error: {' '.join(str(problem).split())}", file=sys.stderr)
         return 2
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-            gc.collect()  # gloo's threads must end before Python does; garbage holds the group
+            gc.collect()  # garbage holds the group, whose threads must end before Python does
 
 
 if __name__ == "__main__":

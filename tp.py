@@ -562,6 +562,8 @@ def take_steps(model, args, group, parallel):
     for step in (1, 2, 3) if args.dtype == "float64" else (1, 2):
         if step == 3:
             model.model.norm.register_forward_hook(lambda module, x, out: 512 * out)
+        for name, p in model.named_parameters() if step == 1 else ():  # as they were cut
+            keep(step, "weight", name, p, p.shard, p.replicas)
         ids, labels = proof_batch(args, group, step)
         with torch.no_grad():
             logits = local_logits(model, ids, group, args) if parallel else mark(model(ids).logits)
@@ -849,7 +851,7 @@ def run(args, group):
     dtype = args.dtype
     modes = list(MODES) if args.mode == "all" else [args.mode]
     for mode in modes:
-        args.dtype = dtype or ("float32" if mode == "benchmark" else "float64")
+        args.dtype = dtype or ("float64" if mode in ("correctness", "learning") else "float32")
         ranks = (
             f"{group.size()} rank{'s' * (group.size() > 1)} ({args.backend}, {args.device.type})"
         )

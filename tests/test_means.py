@@ -58,7 +58,7 @@ def expected(means, script, group, args, model, recompute, tile, chunks):
         config.num_attention_heads //= chunks
         config.num_key_value_heads //= chunks
         rows = [row for row in rows if row[1] != "all_to_all"]
-        part = SimpleNamespace(config=config, model=model.model, parameters=model.parameters)
+        part = SimpleNamespace(**vars(model) | {"config": config})
         for phase, op, *sizes in script.expected_traffic(part, group, args):
             if op == "all_to_all":  # and its forward once more, in the backward
                 rows.append((phase, op, *(chunks * size for size in sizes)))
@@ -126,7 +126,11 @@ def prove(name, options, model, put, recomputes, file):
                 continue
             args.recompute, args.loss, tried = "none", loss, tried + 1
             model = script.parallelize(copy.deepcopy(reference), group, args)
-            parameters = list(model.parameters())  # before modules move to other names
+            named = list(model.named_parameters())  # before modules move to other names
+            parameters = [p for _, p in named]
+            plain = {"named_parameters": lambda n=named: n, "parameters": lambda p=parameters: p}
+            plain = SimpleNamespace(config=args.config, model=model.model, **plain)
+            plain.dtype = parameters[0].dtype
             if right is None:
                 right = gradients(script, model, parameters, group, args)
             means.apply_means(lab, model, recompute, tile, chunks, gather, group)
@@ -140,7 +144,7 @@ def prove(name, options, model, put, recomputes, file):
                 step = partial(script.train_step, model, *batch, group, args)
                 sent = measured(script, step)
                 problems[f"traffic: {what}"] += sent != expected(
-                    *run, model, recompute, tile, chunks
+                    *run, plain, recompute, tile, chunks
                 )
     all_ranks = script.gather_objects([p for p, n in problems.items() if n], group)
     if group.rank() == 0:
