@@ -799,7 +799,7 @@ def parse(argv):
     add("--model", default="llama-3.2-1b", help="as the scripts take it (llama-3.2-1b)")
     add("--batch", type=positive, default=1, help="sequences (1)")
     add("--dtype", choices=["float32", "bfloat16", "float64"], default="bfloat16")
-    add("--attn", choices=["auto", "sdpa", "eager", "flash"], default="auto", help="auto: sdpa")
+    add("--attn", choices=["sdpa", "eager", "flash"], default="sdpa", help="PyTorch's sdpa")
     add("--loss", choices=["chunked", "full"], default="chunked", help="full: all logits at once")
     again = "block: keep layers' inputs; selective: and slow results; offload: inputs, on the host"
     kinds = ["block", "selective", "offload", "none"]

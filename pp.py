@@ -625,7 +625,7 @@ def show_schedule(args, group):
         times = {"F": 1.0, "B": 1.0, "W": 1.0}
     schedules = all_schedules(args, P)
     rows = simulate(schedules, P * V, lambda action: times[action.kind])
-    print(*draw(rows, P, 1 / V))
+    print(*draw(rows, P, 1 / V), sep="\n")
     formula = bubble_formula(P, M, V, *times.values())
     bubbles = {"bubble": bubble(rows, P), "bubble_formula": formula}
     result = report(rows, [most_in_flight(actions) for actions in schedules], bubbles)
@@ -742,8 +742,9 @@ def load_model(args):
     if args.source is None:
         with args.device:
             return transformers.AutoModelForCausalLM.from_config(config, **how).train()
-    how |= args.source | {"ignore_mismatched_sizes": True, "output_loading_info": True}
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(config=config, **how)
+    how |= {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    auto = transformers.AutoModelForCausalLM
+    model, report = auto.from_pretrained(config=config, **args.source, **how)
     if any(report.values()):
         report = {problem: names for problem, names in report.items() if names}
         raise UsageError(f"weights of {args.model} do not fit its config: {str(report)[:500]}")
@@ -814,7 +815,8 @@ def take_steps(model, args, group, parallel):
         keep(step, "loss", "loss", loss)
         for name, p in reversed(list(model.named_parameters())):  # as the backward reaches them
             keep(step, "grad", name, p.grad, p.shard, p.replicas)
-        norm = grad_norm(model, group)
+        grads = [p.grad.double() for p in model.parameters()]
+        norm = grad_norm(model, group) if parallel else nn.utils.get_total_norm(grads)
         keep(step, "grad_norm", "grad_norm", norm)
         sgd(model, 0.05 * loss.item() / (norm.item() ** 2 or 1.0))  # about 5% less loss
     return found

@@ -283,9 +283,7 @@ def parallelize(model, group, args):
     if args.shard_weights:
         shard_weights(model, group, args)
     for parameter in model.parameters():
-        if (
-            not args.shard_weights
-        ):  # replicated, but a rank's own tokens give a part of the gradient
+        if not args.shard_weights:  # replicated, but a rank's tokens give a part of the gradient
             mark(parameter, replicas=group.size(), sum_over=group if group.size() > 1 else None)
         else:  # the proof gathers DTensors on every rank. A weight that fully_shard forgot is none:
             # it has replicas=1 on each rank, and its coverage is P, not 1
@@ -512,8 +510,9 @@ def load_model(args):
     if args.source is None:
         with args.device:
             return transformers.AutoModelForCausalLM.from_config(config, **how).train()
-    how |= args.source | {"ignore_mismatched_sizes": True, "output_loading_info": True}
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(config=config, **how)
+    how |= {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    auto = transformers.AutoModelForCausalLM
+    model, report = auto.from_pretrained(config=config, **args.source, **how)
     if any(report.values()):
         report = {problem: names for problem, names in report.items() if names}
         raise UsageError(f"weights of {args.model} do not fit its config: {str(report)[:500]}")
@@ -584,7 +583,8 @@ def take_steps(model, args, group, parallel):
         keep(step, "loss", "loss", loss)
         for name, p in reversed(list(model.named_parameters())):  # as the backward reaches them
             keep(step, "grad", name, p.grad, p.shard, p.replicas)
-        norm = grad_norm(model, group)
+        grads = [p.grad.double() for p in model.parameters()]
+        norm = grad_norm(model, group) if parallel else nn.utils.get_total_norm(grads)
         keep(step, "grad_norm", "grad_norm", norm)
         sgd(model, 0.05 * loss.item() / (norm.item() ** 2 or 1.0))  # about 5% less loss
     return found
