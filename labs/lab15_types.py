@@ -30,8 +30,7 @@ numbers, with each rank's slices and summands, and compare it with one device.
     python labs/lab15_types.py --predict 3         # first your guess, see the last lines
     python labs/grade.py start lab15               # then fill in my_labs/lab15_types.py
 
-Sources: spmd_types (PyPI), whose types these are; blog.ezyang.com, "Megatron via shard_map" and
-"Global vs Local SPMD" (2026); f and g: Megatron-LM, arXiv 1909.08053.
+Sources: spmd_types (PyPI), whose types these are; blog.ezyang.com, 2026; f and g: 1909.08053.
 """
 
 import dataclasses
@@ -103,9 +102,9 @@ def sent(src, dst):
     None: a rank can do what MOVES says with what it has.
     """
     # exercise: sent
-    found = {"PR": "all_reduce", "PI": "all_reduce", "PS": "reduce_scatter", "SS": "all_to_all"}
-    found |= {"SR": "all_gather", "SI": "all_gather"}
-    return found.get(src[0] + dst[0])
+    if src[0] == "P":
+        return "reduce_scatter" if dst[0] == "S" else "all_reduce"
+    return {"SR": "all_gather", "SI": "all_gather", "SS": "all_to_all"}.get(src[0] + dst[0])
     # end exercise
 
 
@@ -164,10 +163,10 @@ def combine_shards(labels, out, whole, types):
 def rule(name):
     """(kind, dimensions as in einsum, letters along which one number needs all others).
 
-    linear: x (b, s, i), weight (o, i) -> (b, s, o). norm: RMSNorm of x (b, s, h) along h, times a
-    weight (h). softmax: of x (b, s, v) along v. embedding: rows of a table (v, h) by ids (b, s); a
-    row that a rank lacks gives zero, so this is a sum over v. attention: q, k, v (b, s, n, d): a
-    number needs other tokens, and all of d.
+    linear: x (b, s, i), weight (o, i) -> (b, s, o). norm: RMSNorm of x (b, s, h) along h, times
+    weight (h). softmax: of x (b, s, v) along v. embedding: rows of a table (v, h) by ids (b, s);
+    rows that a rank lacks give zero: a sum over v. attention: q (b, s, n, d), k (b, t, n, d), v (b,
+    t, n, e), causal: a number needs to know all tokens and all of d, not of e.
     """
     known = {  # * is as many letters as are needed
         "multiply": ("multiply", "*,*->*", ""),  # number by number
@@ -182,7 +181,7 @@ def rule(name):
     known["norm"] = "last", "bsh,h->bsh", "h"
     known["softmax"] = "none", "bsv->bsv", "v"
     known["embedding"] = "last", "bs,vh->bsh", ""
-    known["attention"] = "last", "bsnd,bsnd,bsnd->bsnd", "sd"
+    known["attention"] = "last", "bsnd,btnd,btne->bsne", "std"
     # end exercise
     return known[name]
 
@@ -223,7 +222,7 @@ def op(function, name=None):
         args = [*args, "tp"][:4] if name == "move" else args
         i, *how = EDITS.get(number, (None,))
         if i is not None:
-            args[i] = move.__wrapped__(args[i], *how)
+            args[i].types = moved(args[i], *how).types  # for its later uses, too
         elif how:
             args[1:] = how
         try:
@@ -238,8 +237,7 @@ def op(function, name=None):
     return call
 
 
-@op
-def move(x, src, dst, axis="tp"):
+def moved(x, src, dst, axis="tp"):
     """x with another type on one axis: a collective, or what each rank can do alone."""
     if x.types[axis] != src:
         raise TypeProblem(f"a move from {src}, of what is {x.types[axis]} on the axis {axis}")
@@ -292,6 +290,7 @@ def operations(names):
     return [op(functools.partial(operate, name), name) for name in names.split()]
 
 
+move = op(moved, "move")
 add, subtract, multiply, silu, exp, log = operations("add subtract multiply silu exp log")
 total, mean, linear, norm, softmax = operations("total mean linear norm softmax")
 embedding, rotary, attention = operations("embedding rotary attention")
@@ -304,8 +303,8 @@ def check(program, types, returns, edits=None):
     """Run a program on types: None if it is accepted, else its first TypeProblem.
 
     types: {argument: {axis: type}}; returns: {axis: type} of the result. edits: what to change,
-    {number of a call: (i, src, dst, axis)}: if i is a number, operand i is moved first; if i is
-    None, the call is a move, which goes from src to dst instead (src, src: left out).
+    {number of a call: (i, src, dst, axis)}: if i is a number, operand i is moved first, for all of
+    its later uses, too; if i is None, the call is a move, from src to dst (src, src: left out).
     """
     global CALLS
     CALLS = itertools.count()
@@ -328,7 +327,7 @@ def mend(program, types, returns, problem):
 
     1. if the call is a move: left out
     2. of each operand that a move made (x.moved): that move to dst instead
-    3. in front of each operand, on each axis: a move to dst
+    3. in front of each operand, on each axis: a move to dst (it stays moved)
     """
     # exercise: mend
     operands = [(i, x) for i, x in enumerate(problem.operands) if isinstance(x, Typed)]

@@ -16,6 +16,8 @@ OPERATIONS = "move repeat_heads reshape add subtract multiply silu exp log total
 OPERATIONS = f"{OPERATIONS} softmax embedding rotary attention".split()
 CONSTANT = {"positions", "targets", "ids"}  # arguments without a gradient
 SAME = 1e-10  # relative, in float64
+SHAPES = finished.SHAPES | {"y": finished.SHAPES["x"], "ids": finished.SHAPES["x"][:2]}
+SHAPES |= dict.fromkeys(("heads", "keys", "values"), (2, 4, 4, 2)) | {"table": (16, 8)}
 S = finished.S
 
 BLOCK = {"positions": "R", "norm1": "I", "q": S(0), "k": S(0), "v": S(0), "o": S(1)}
@@ -51,17 +53,22 @@ PROGRAMS = {name: on_axes(*signature) for name, signature in SIGNATURES.items()}
 def inside(lab, functions, edits=None):
     """Programs of the lab run functions {name: function} instead of its own, edited as in check().
 
-    Calls are numbered as the lab's op() does.
+    Calls are numbered as the lab's op() does. Yields what takes the place of give_back().
     """
     edits, calls, before = edits or {}, itertools.count(), {}
+    functions = functions | {"give_back": lambda x: x}
 
     def numbered(name):
         def call(*args):
             number, args = next(calls), list(args)
             if number in edits:
                 i, *how = edits[number]
+                if i is None and how[0] == how[1]:
+                    return args[0]
                 if i is None:
                     args[1:] = how
+                elif isinstance(args[i], Ranks):
+                    args[i][:] = functions["move"](args[i], *how)  # for its later uses, too
                 else:
                     args[i] = functions["move"](args[i], *how)
             return functions[name](*args)
@@ -72,7 +79,7 @@ def inside(lab, functions, edits=None):
         for name in OPERATIONS:
             before[name] = getattr(lab, name)
             setattr(lab, name, numbered(name))
-        yield
+        yield numbered("give_back")
     finally:
         for name, function in before.items():
             setattr(lab, name, function)
@@ -241,7 +248,7 @@ def drawn(types, seed):
     """{argument: full tensor} in float64."""
     generator, found = torch.Generator().manual_seed(seed), {}
     for name in types:
-        shape = finished.SHAPES[name]
+        shape = SHAPES[name]
         found[name] = torch.randn(shape, generator=generator, dtype=torch.float64)
         if name == "positions":
             found[name] = torch.arange(shape[0], dtype=torch.float64)
@@ -265,8 +272,8 @@ def computed(lab, program, types, returns, mesh, seed=0, edits=None):
     learned = [name for name in types if name not in CONSTANT]
     for name in learned:
         parts[name] = Ranks(x.clone().requires_grad_() for x in parts[name])
-    with inside(lab, on_numbers(mesh), edits):
-        out = program(**parts)
+    with inside(lab, on_numbers(mesh), edits) as give_back:
+        out = give_back(program(**{name: Ranks(x) for name, x in parts.items()}))
     result = join([x.detach() for x in out], returns, mesh)
     dy = torch.randn(result.shape, generator=torch.Generator().manual_seed(seed + 2)).double()
     back = {axis: finished.gradient(type) for axis, type in returns.items()}
@@ -310,3 +317,62 @@ def wrong_on_numbers(lab, program, types, returns, right, seed=0, edits=None, wo
         return difference(computed(lab, program, types, returns, mesh, seed, edits), right)
     except (ValueError, RuntimeError, IndexError) as problem:
         return str(problem).partition("\n")[0]
+
+
+# ---- Programs with a mistake ---------------------------------------------------------------------
+
+
+def mutated(lab, program, edits):
+    """A program with edits (as in check()) as a program: on types, numbers or other tensors."""
+
+    def run(**arguments):
+        with inside(lab, {name: getattr(lab, name) for name in OPERATIONS}, edits):
+            return program(**arguments)
+
+    return run
+
+
+def calls_of(lab, program, types):
+    """[(operation, arguments)] of a program on types, in order."""
+    calls = []
+
+    def recorded(name, function):
+        def call(*args):
+            args = [*args, "tp"][:4] if name == "move" else list(args)
+            calls.append((name, args))
+            return function(*args)
+
+        return call
+
+    functions = {name: recorded(name, getattr(lab, name)) for name in OPERATIONS}
+    with inside(lab, functions):
+        program(**{name: lab.Typed(SHAPES[name], own) for name, own in types.items()})
+    return calls
+
+
+def mutants(lab, program, types):
+    """Yield (how, edits): each move dropped, doubled, changed to any other; each two exchanged."""
+    calls = enumerate(calls_of(lab, program, types))
+    moves = [(n, args[0], tuple(args[1:])) for n, (name, args) in calls if name == "move"]
+    for n, x, (src, dst, axis) in moves:
+        yield "dropped", {n: (None, src, src, axis)}
+        yield "doubled", {n: (0, src, dst, axis)}
+        letters = ["R", "I", "P", *map(S, range(len(x.shape)))]
+        for pair in itertools.permutations(letters, 2):
+            known = pair[0][0] + pair[1][0] in " ".join(finished.MOVES).split()
+            if known and pair != (src, dst):
+                yield "changed", {n: (None, *pair, axis)}
+    for (n, _, one), (m, _, other) in itertools.combinations(moves, 2):
+        if one != other:
+            yield "exchanged", {n: (None, *other), m: (None, *one)}
+
+
+def message_numbers(lab, program, types):
+    """The numbers in the messages of all of a program's collectives, forward and backward."""
+    total = 0
+    for name, args in calls_of(lab, program, types):
+        if name == "move" and args[1] != args[2]:
+            x, src, dst, _ = args
+            both = finished.sent(src, dst), finished.sent(*finished.backward(src, dst))
+            total += sum(op is not None for op in both) * torch.Size(x.shape).numel()
+    return total
