@@ -124,11 +124,11 @@ def check_letters(lab, group, seed):
             hint = next((text for letter, text in hints.items() if letter in types), "")
             compare(f"{kind} of {', '.join(types)}", found, true_types(operation, types), hint)
             count += 1
-    for types in itertools.product("RPV", repeat=2):
+    for kind, *types in itertools.product(("add", "multiply"), "RPV", "RPV"):
         if "V" in types:
-            found, right = called(lab.combine_letters, "add", list(types)), "V"
+            found = called(lab.combine_letters, kind, types)
             right = None if "P" in types else "V"
-            text = f"add of {', '.join(types)}: {found}, not {right}"
+            text = f"{kind} of {', '.join(types)}: {found}, not {right}"
             expect(found == right, text, "V with R or V is V; of V nothing is known to be summed")
     three = called(lab.combine_letters, "add", ["P", "P", "P"])
     expect(three == "P", f"P + P + P is {three}", "all operands P")

@@ -1,0 +1,5 @@
+PREDICT = ("?", "", len)
+
+
+def add_options(p):
+    pass
