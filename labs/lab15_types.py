@@ -241,8 +241,8 @@ def moved(x, src, dst, axis="tp"):
     """x with another type on one axis: a collective, or what each rank can do alone."""
     if x.types[axis] != src:
         raise TypeProblem(f"a move from {src}, of what is {x.types[axis]} on the axis {axis}")
-    dims = [sharded_dim(type) or 0 for type in (src, dst)]
-    if src != dst and src[0] + dst[0] not in " ".join(MOVES).split() or max(dims) >= len(x.shape):
+    known = {*"RIPV", *map(S, range(len(x.shape)))}
+    if src != dst and src[0] + dst[0] not in " ".join(MOVES).split() or not {src, dst} <= known:
         raise TypeProblem(f"no rank can move {src} to {dst}")
     return Typed(x.shape, x.types | {axis: dst})
 
