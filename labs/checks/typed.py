@@ -180,6 +180,8 @@ def on_numbers(mesh):
 
     def attention(*qkv):
         q, k, v = (x.transpose(1, 2) for x in qkv)
+        if len({x.shape[1] for x in (q, k, v)}) > 1:  # one head would be used for all
+            raise ValueError("q, k and v have different numbers of heads")
         scores = q @ k.mT / q.shape[-1] ** 0.5
         later = torch.ones_like(scores).triu(1).bool()
         return (scores.masked_fill(later, -torch.inf).softmax(-1) @ v).transpose(1, 2)

@@ -285,9 +285,9 @@ def said(program, types, returns):
 def script_says(script, bug=None):
     """What the checker says to a script's program with a bug of break_it.py; None: accepted."""
     program, types = SCRIPTS[script]
-    o = operations(script)
     if bug == "no_op_parallelize":
-        return said(functools.partial(one_device_program, o), ALL_THE_SAME, "I")
+        return said(functools.partial(one_device_program, operations("")), ALL_THE_SAME, "I")
+    o = operations(script)
     CHANGES.get(f"{script} {bug}", lambda o: None)(o)
     return said(functools.partial(program, o), types, "I")
 
