@@ -6,11 +6,13 @@ typed programs; what the float64 proof says to them stands in labs/data/nets.jso
 """
 
 import json
+import linecache
 import os
 import re
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import break_it
 from checks import lab3, typed
@@ -169,13 +171,22 @@ def collectives(lab):
 
 
 def show_error(lab):
-    """An error as the lab shows it: the line, and what would mend it."""
-    types, returns = PROGRAMS[SHOWN]
-    broken = typed.mutated(lab, getattr(lab, SHOWN), {0: (None, "I", "I", "tp")})
-    problem = lab.check(broken, types, returns)
-    number, (i, src, dst, axis) = lab.mend(broken, types, returns, problem)
-    print(f"\nsp_block without its first move:\n  {problem.operation}(): {problem}")
-    print(f'  mend: operand {i} of call {number}: move(.., "{src}", "{dst}")')
+    """An error as a user gets it: the line, and the collective that would mend it."""
+
+    def forgotten(x, norm1, q):
+        y = lab.norm(x, norm1)
+        return lab.linear(lab.move(y, typed.S(1), "R"), q)
+
+    types = {"x": {"tp": typed.S(1)}, "norm1": {"tp": "I"}, "q": {"tp": typed.S(0)}}
+    returns = {"tp": typed.S(2)}
+    problem = lab.check(forgotten, types, returns)
+    number, (i, src, dst, _) = lab.mend(forgotten, types, returns, problem)
+    line = linecache.getline(__file__, problem.line).strip()
+    print(f"\nAn error, as it is reported:\n  {Path(__file__).name}, line {problem.line}: {line}")
+    mend = lab.sent(src, dst), lab.sent(*lab.backward(src, dst))
+    print(f"  {problem}")
+    print(f"  move operand {i} from {src} to {dst}: forward {mend[0]}, backward {mend[1]}")
+    return {"line": line, "mend": [number - problem.call, i, src, dst, *mend]}
 
 
 def experiment(lab, args):
@@ -184,9 +195,9 @@ def experiment(lab, args):
         print("\nEvery bug once more through the float64 proof, on 2 ranks:")
         make_nets(args.seed)
     mutants, off = show_mutants(lab, args)
-    show_error(lab)
+    error = show_error(lab)
     nets, wrong = show_nets()
-    found = {"mutants": mutants, "nets": nets, "failed": off + wrong}
+    found = {"mutants": mutants, "nets": nets, "error": error, "failed": off + wrong}
     found["price"] = show_price() if args.price else None
     for line in found["failed"]:
         print(f"  {line}")
