@@ -375,10 +375,8 @@ def main():
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the list without a traceback
         for name in BUGS if script == "--list" else [path.stem]:
             nets = json.loads((Path(__file__).parent / "data/nets.json").read_text())[f"{name}.py"]
-            lines = [f"  {bug}\n      {wrong.__doc__}" for bug, wrong in BUGS[name].items()]
-            lines = [
-                f"{x}\n      seen by {', '.join(nets.get(x.split()[0], ['?']))}" for x in lines
-            ]
+            seen = {bug: ", ".join(nets.get(bug, ["?"])) for bug in BUGS[name]}
+            lines = (f"  {b}\n      {BUGS[name][b].__doc__}\n      seen by {seen[b]}" for b in seen)
             if is_rank0:
                 print(f"{name}.py", *lines, sep="\n")
         return 0

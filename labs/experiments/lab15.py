@@ -14,7 +14,6 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import break_it
 from checks import lab3, typed
 from checks.typed import PROGRAMS
 from experiments import oracle, price, typed_bugs
@@ -22,6 +21,7 @@ from experiments.lab3 import WRONG, size, try_all
 from harness import LABS, load, on_ranks, table
 from pictures import BLUE, GREY, PALE, picture
 
+break_it = load(LABS / "break_it.py")
 NETS = LABS / "data" / "nets.json"
 SHOWN = "sp_block"  # the program that the question is about
 HOWS = "dropped", "doubled", "changed", "exchanged"
@@ -221,12 +221,14 @@ def draw(results, path):
         axis, left = axes["mutants"], [0] * len(results["mutants"])
         names, rows = list(results["mutants"]), list(results["mutants"].values())
         axis.barh(names, [row["mutants"] for row in rows], color=PALE, label="mutants")
-        axis.barh(names, [row["wrong"] for row in rows], height=0.5, color=GREY, label="wrong")
+        axis.barh(
+            names, [row["wrong"] for row in rows], height=0.5, color=GREY, label="wrong on numbers"
+        )
         refused = [row["refused"] for row in rows]
         axis.barh(names, refused, left=left, height=0.25, color=BLUE, label="refused by types")
         axis.invert_yaxis()
         axis.legend(frameon=False, loc="lower right")
-        axis.set_title("Moves dropped, doubled, changed, exchanged", loc="left")
+        axis.set_title("Programs with a mistake", loc="left")
 
 
 PREDICT = (
