@@ -7,13 +7,12 @@
 A bug is a function of the script's module: it puts something wrong in the place of something right.
 Then the script runs with its own options, and exits with 1 where it notices. Correctness mode, the
 default, has to notice every bug and to name what is wrong first; benchmark mode looks at times and
-bytes alone. torchrun reports each exit status of 1 at length: the script's verdict, FAIL, is above
-that. A bug that would change nothing with the options given is refused (exit 2).
-
-Before you run one: what will be wrong, the loss or only gradients? On which ranks? What is first?
+bytes alone. torchrun's report follows the script's verdict, FAIL. A bug that would change nothing
+with the options given is refused (exit 2). --list also says which nets of lab 15 see a bug.
 """
 
 import importlib.util
+import json
 import os
 import signal
 import sys
@@ -120,11 +119,10 @@ def unmasked_embedding(script):
 @bug_of("tp", "sp_megatron")
 def local_softmax(script):
     """The loss's softmax is over each rank's shard of the vocabulary, not over all of it."""
-    alone = SimpleNamespace(size=lambda: 1)
 
     @instead_of(script.VocabParallelCrossEntropy)
     def forward(right, ctx, logits, target, start, group):
-        return right(ctx, logits, target, start, alone)
+        return right(ctx, logits, target, start, SimpleNamespace(size=lambda: 1))
 
 
 # ---- sp_megatron.py, sp_ulysses.py: each rank has tokens of its own ------------------------------
@@ -367,7 +365,9 @@ def main():
     if script == "--list" or (bugs and bug == "--list"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the list without a traceback
         for name in BUGS if script == "--list" else [path.stem]:
-            lines = (f"  {bug}\n      {wrong.__doc__}" for bug, wrong in BUGS[name].items())
+            nets = json.loads((Path(__file__).parent / "data/nets.json").read_text())[f"{name}.py"]
+            seen = {bug: ", ".join(nets.get(bug, ["?"])) for bug in BUGS[name]}
+            lines = (f"  {b}\n      {BUGS[name][b].__doc__}\n      seen by {seen[b]}" for b in seen)
             if is_rank0:
                 print(f"{name}.py", *lines, sep="\n")
         return 0

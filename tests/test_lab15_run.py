@@ -1,0 +1,122 @@
+"""Lab 15: nothing wrong is accepted, the nets' table is the checker's, an error names its line."""
+
+import inspect
+import json
+
+import pytest
+import torch
+from conftest import ROOT, python
+from learner import CHECKS, LABS, SHOWN, harness, run_lab
+
+SHOWN["lab15"]  # its import found experiments/ and checks/
+from checks import lab3, typed  # noqa: E402
+from experiments import oracle, typed_bugs  # noqa: E402
+
+lab = harness.load(LABS["lab15"])
+NETS = json.loads((ROOT / "labs" / "data" / "nets.json").read_text())
+BUGS = SHOWN["lab15"].break_it.BUGS
+
+
+@pytest.mark.slow  # half a minute
+@pytest.mark.parametrize("options", [[], ["--everything"]])
+def test_what_is_wrong_on_numbers_is_refused(options, monkeypatch, tmp_path):
+    monkeypatch.setattr(CHECKS["lab15"], "CHECKS", {})  # test_labs.py runs them
+    file = tmp_path / "results.json"
+    assert run_lab(LABS["lab15"], ["--json", str(file), *options]) == 0
+    found = json.loads(file.read_text())
+    assert found["failed"] == []
+    rows = found["mutants"].values()
+    assert sum(row["mutants"] for row in rows) == 748 and sum(row["wrong"] for row in rows) == 746
+    for row in rows:
+        assert row["refused"] == row["wrong"]
+        assert row["mended"] == row["dropped"] + row["doubled"]
+        if oracle.installed():
+            asked = row["mutants"] + 1 if options else row["mutants"] // 4 + 1
+            assert row["same"] == row["asked"] == asked
+    assert found["error"]["line"] == "y = lab.norm(x, norm1)"
+    assert found["error"]["mend"] == [0, 1, "I", "R", None, "all_reduce"]
+    assert found["prediction"]["measured"] == 2 * 4 + 2
+
+
+def test_the_table_of_nets_is_what_the_checker_says():
+    expected = {f"{script}.py": list(bugs) for script, bugs in BUGS.items()}
+    expected["lab3"] = list(lab3.CHECKS)
+    assert {script: list(bugs) for script, bugs in NETS.items()} == expected
+    for script, bugs in BUGS.items():
+        assert typed_bugs.script_says(script) is None, "without a bug it is accepted"
+        for bug in bugs:
+            says = typed_bugs.script_says(script, bug)
+            assert ("types" in NETS[f"{script}.py"][bug]) == (says is not None), bug
+            assert "parity" in NETS[f"{script}.py"][bug], "test_break_it.py runs them all"
+    for name in lab3.CHECKS:
+        says = typed_bugs.pitfall_says(name)
+        assert ("types" in NETS["lab3"][name]) == (says is not None), name
+    changed = {tuple(key.split()) for key in typed_bugs.CHANGES}
+    assert changed <= {(script, bug) for script, bugs in BUGS.items() for bug in bugs}
+
+
+def test_the_list_names_the_nets():
+    lines = python("labs/break_it.py", "--list").stdout.splitlines()
+    at = lines.index("  wrong_shard")
+    assert lines[at + 2] == "      seen by parity"
+    at = lines.index("  unsummed_norm_gradient")
+    assert lines[at + 2] == "      seen by types, parity"
+
+
+def test_one_rank_is_hugging_faces_layer():
+    """tp_block on one rank of numbers, and LlamaDecoderLayer with the same weights."""
+    from transformers import LlamaConfig, LlamaModel
+
+    types, returns = typed.PROGRAMS["tp_block"]
+    full = typed.drawn(types, 0)
+    parts = {name: typed.Ranks([x]) for name, x in full.items()}
+    functions = typed.on_numbers({"tp": 1})
+    functions["rotary"] = lambda positions, x: x  # HF's own turn other pairs of numbers
+    with typed.inside(lab, functions):
+        (mine,) = lab.tp_block(**parts)
+    sizes = {"hidden_size": lab.H, "intermediate_size": lab.WIDTH, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": lab.HEADS, "num_key_value_heads": lab.KV, "head_dim": lab.D}
+    model = LlamaModel(LlamaConfig(**sizes, vocab_size=8, attn_implementation="sdpa")).double()
+    layer, names = (
+        model.layers[0],
+        {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"},
+    )
+    names |= {name: f"self_attn.{name}_proj" for name in "qkvo"}
+    names |= {name: f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+    for name, path in names.items():
+        layer.get_submodule(path).weight.data = full[name]
+    shape = (1, lab.LENGTH, lab.D)
+    unturned = torch.ones(shape, dtype=torch.double), torch.zeros(shape, dtype=torch.double)
+    mask = torch.ones(lab.LENGTH, lab.LENGTH, dtype=torch.bool).tril()[None, None]
+    right = layer(full["x"], attention_mask=mask, position_embeddings=unturned)
+    assert typed.apart(mine, right.detach()) < 1e-6, "HF's norms are float32 inside"
+
+
+def test_an_error_names_the_line_and_the_mend():
+    def forgotten(x, norm1):
+        y = lab.norm(x, norm1)
+        return y
+
+    types = {"x": {"tp": "S(1)"}, "norm1": {"tp": "I"}}
+    problem = lab.check(forgotten, types, {"tp": "S(1)"})
+    assert problem.line == inspect.getsourcelines(forgotten)[1] + 1
+    edit = lab.mend(forgotten, types, {"tp": "S(1)"}, problem)
+    assert edit == (0, (1, "I", "R", "tp"))
+
+
+def test_a_scalar_moves_and_an_unknown_dimension_does_not():
+    x = lab.Typed((), {"tp": "P"})
+    assert lab.moved(x, "P", "I", "tp").types == {"tp": "I"}
+    with pytest.raises(lab.TypeProblem, match="no rank can move"):
+        lab.moved(lab.Typed((4,), {"tp": "P"}), "P", "S(1)", "tp")
+    with pytest.raises(lab.TypeProblem, match="no rank can move"):
+        lab.moved(lab.Typed((4,), {"tp": "V"}), "V", "R", "tp")
+
+
+def test_the_price_has_both_steps(monkeypatch):
+    price = SHOWN["lab15"].price
+    monkeypatch.setattr(price, "MODELS", {"tiny": (16, 24, 1, 4, 8)})
+    row = price.prices()["tiny"]
+    assert 0 < row["plain"]["kernels"] <= row["plain"]["step"] and row["dtensor"]["step"] > 0
+    share = row["plain"]["kernels"] / row["dtensor"]["step"]
+    assert row["dtensor"]["outside"] == pytest.approx(1 - share)
