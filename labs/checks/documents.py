@@ -1,39 +1,18 @@
-"""Packed documents, their attention on one device, and whole models of Hugging Face's: for lab 14.
+"""Packed documents, their masks and where their tokens are placed: for lab 14.
 
 The mask is put together document by document, as a block-diagonal matrix; so it shares nothing with
 the lab's rule, which is about single tokens.
 """
 
 import random
-from functools import partial
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from checks.experts import EXACT, Float64, drawn, gradients
 from harness import LABS, Wrong, expect, load
-from transformers import (
-    AttentionInterface,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from torch.nn.attention.flex_attention import create_mask
 
 finished = load(LABS / "lab14_documents.py")  # not the learner's
 IGNORE, END, VOCAB = finished.IGNORE, 7, 31
-SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 8, "vocab_size": VOCAB}
-SIZES |= {"num_key_value_heads": 4, "head_dim": 4, "intermediate_size": 12, "pad_token_id": None}
-MIXED = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True}
-FAMILIES = {
-    "LLaMA": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True}),
-    "Mistral, window 4": (MistralConfig, MistralForCausalLM, {"sliding_window": 4}),
-    "Qwen3, window 3 and none": (Qwen3Config, Qwen3ForCausalLM, MIXED | {"sliding_window": 3}),
-}
-WAYS = {"ring": finished.RingAttention.apply, "Ulysses": finished.ulysses_attention}
 
 
 # ---- Documents and their mask --------------------------------------------------------------------
@@ -70,6 +49,18 @@ def mask_of(lengths, window):
     return torch.block_diag(*blocks).bool()
 
 
+def pytorchs_mask(lengths, window):
+    """The same by PyTorch's flex_attention."""
+    document = document_of(lengths)
+
+    def seen(b, h, q, k):
+        near = True if window is None else q - k < window
+        return (k <= q) & (document[k] == document[q]) & near
+
+    s = len(document)
+    return create_mask(seen, 1, 1, s, s, device="cpu")[0, 0]
+
+
 def position_of(lengths):
     """(s,): each token's place in its document."""
     return torch.cat([torch.arange(n) for n in lengths])
@@ -98,6 +89,39 @@ def placements(lengths, world, seed):
     }
 
 
+def zigzag(lengths, world, anew=False, whole=False):
+    """by_document()'s answer token by token; anew: every document's rest begins with rank 0."""
+    held, turn, start = [[] for _ in range(world)], 0, 0
+    for n in [sum(lengths)] if whole else lengths:
+        size = n // (2 * world)
+        turn = 0 if anew else turn
+        for place in range(n):
+            if place < 2 * world * size:
+                rank = min(place // size, 2 * world - 1 - place // size)
+            else:
+                rank, turn = turn % world, turn + 1
+            held[rank].append(start + place)
+        start += n
+    return held
+
+
+def heaviest_first(lengths, window, world, size, room=None, order="most"):
+    """by_work()'s answer from the mask, block by block."""
+    s, pairs = sum(lengths), mask_of(lengths, window).sum(1).tolist()
+    blocks = [range(start, min(start + size, s)) for start in range(0, s, size)]
+    cost = [sum(pairs[i] for i in block) for block in blocks]
+    held, total, taken = [[] for _ in range(world)], [0] * world, [0] * world
+    room = room or -(-len(blocks) // world)
+    keys = {"most": lambda b: (-cost[b], b), "least": lambda b: (cost[b], b)}
+    keys |= {"last": lambda b: (-cost[b], -b), "in order": int}
+    for b in sorted(range(len(blocks)), key=keys[order]):
+        rank = min((total[r], r) for r in range(world) if taken[r] < room)[1]
+        held[rank] += blocks[b]
+        total[rank] += cost[b]
+        taken[rank] += 1
+    return [sorted(tokens) for tokens in held]
+
+
 # ---- What the checks have in common --------------------------------------------------------------
 
 
@@ -117,7 +141,23 @@ def expect_numbers(what, found, right, hints=None, otherwise=""):
     """
     found = numbers_of(what, found)
     known = [text for text, wrong in (hints or {}).items() if found == wrong]
-    expect(found == right, f"{what} is {found}, not {right}", known[0] if known else otherwise)
+    differs = f"{what}{difference(found, right)}"
+    expect(found == right, differs, known[0] if known else otherwise)
+
+
+def difference(found, right):
+    """Where two lists of numbers differ, in words; short ones are shown."""
+    if len(found) == len(right) > 12:
+        i = next((i for i, pair in enumerate(zip(found, right)) if pair[0] != pair[1]), 0)
+        return f"[{i}] is {found[i]}, not {right[i]}"
+    return f" is {short(found)}, not {short(right)}"
+
+
+def short(numbers):
+    """A list as text; of a long one the first numbers."""
+    if len(numbers) <= 12:
+        return str(numbers)
+    return f"[{', '.join(map(str, numbers[:12]))}, ...] ({len(numbers)} of them)"
 
 
 def expect_held(what, found, right, hints=None, otherwise=""):
@@ -126,7 +166,9 @@ def expect_held(what, found, right, hints=None, otherwise=""):
     expect(fine, f"{what} is not a list of {len(right)}, one for each rank", "a tensor for each")
     found = [numbers_of(f"{what}[{rank}]", at) for rank, at in enumerate(found)]
     known = [text for text, wrong in (hints or {}).items() if found == wrong]
-    expect(found == right, f"{what} is {found}, not {right}", known[0] if known else otherwise)
+    for rank, (mine, wanted) in enumerate(zip(found, right)):
+        differs = f"{what}: held[{rank}]{difference(mine, wanted)}"
+        expect(mine == wanted, differs, known[0] if known else otherwise)
 
 
 class Unchanged:
@@ -161,94 +203,61 @@ def groups_of_all_sizes():
     return [dist.new_group(ranks) for ranks in ([2], [1, 3], [0, 2, 3], [0, 1, 2, 3])]
 
 
-# ---- Attention on one device ---------------------------------------------------------------------
+def expect_pytorchs(lab, world):
+    """The same assignment as PyTorch's balancer's, of one document: it wants multiples of 2P."""
+    try:
+        from torch.distributed.tensor.experimental._context_parallel import _load_balancer as theirs
+
+        balancer = theirs._PerDocumentHeadTailLoadBalancer
+    except (ImportError, AttributeError):  # it is private: another version may lack it
+        return "PyTorch's is not in this version"
+    for n in 2 * world, 6 * world, 16 * world:
+        indices = balancer([[n]], world, "cpu")._generate_indices()[0]
+        right = [sorted(part.tolist()) for part in indices.chunk(world)]
+        expect_held(f"a document of {n} tokens", lab.by_document(torch.arange(n), world), right)
+    return "PyTorch's"
 
 
-def attention_case(seed, lengths, window, kv=5, g=2, d=3):
-    """q (kv, g, s, d), k, v, dout of a packed sequence; on one device out, dq, dk, dv."""
-    s = sum(lengths)
-    q, dout = drawn(seed, kv, g, s, d), drawn(seed + 1, kv, g, s, d)
-    k, v = drawn(seed + 2, 2, kv, s, d)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    mask = mask_of(lengths, window)
-    out = dense(*leaves, mask)
-    dq, dk, dv = gradients(out, dout, leaves)
-    case = SimpleNamespace(q=q, k=k, v=v, dout=dout, out=out.detach(), dq=dq, dk=dk, dv=dv)
-    case.mask, case.first = mask, first_of(lengths, window)
-    return case
+def expect_tiles(told, found, mask, tile):
+    """Raise Wrong unless these slices are the shortest for the mask (n, m) of queries and keys."""
+    n, m = mask.shape
+    right, all_keys, to_last, empty = [], [], [], []
+    for start in range(0, n, tile):
+        rows, seen = (start, min(start + tile, n)), mask[start : start + tile].any(0).nonzero()
+        if len(seen):
+            right.append((rows, (int(seen[0]), int(seen[-1]) + 1)))
+            all_keys.append((rows, (0, m)))
+            to_last.append((rows, (0, int(seen[-1]) + 1)))
+        empty.append((rows, (0, m)))
+    slices = [tuple(map(type, pair)) == (slice, slice) for pair in found]
+    expect(all(slices), f"{told} are {found}", "yield two slices: rows, keys")
+    mine = [(rows.indices(n)[:2], keys.indices(m)[:2]) for rows, keys in found]
+    hint = "the first and the last key that one of these queries sees, and what is between"
+    if mine == empty and mine != right:
+        hint = "only keys that one of these queries sees; where there are none, no slices"
+    elif mine == to_last:
+        hint = "not the keys before the first that one of these queries sees"
+    elif [rows for rows, _ in mine] == [rows for rows, _ in empty] != [rows for rows, _ in right]:
+        hint = "queries that see none of the keys: nothing is yielded"
+    i = next((i for i, pair in enumerate(zip(mine, right)) if pair[0] != pair[1]), len(right))
+    named = f"(rows, keys) number {i} of {len(mine)} is {mine[i : i + 1]}, not {right[i : i + 1]}"
+    expect(mine == right, f"{told}: {named}", hint)
 
 
-def dense(q, k, v, mask):
-    """Attention with a mask (n, m) by PyTorch's own function, without a scale."""
-    k, v = (x[:, None].expand(-1, q.shape[1], -1, -1) for x in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
+def expect_travels(told, found, held, source, mask):
+    """Raise Wrong unless found[step] are the keys that a rank sees from this step on."""
+    keys, P = held[source], len(held)
 
+    def seen(ranks):
+        queries = torch.cat([keys[:0], *(held[rank % P] for rank in ranks)])
+        return keys[mask[queries][:, keys].any(0)].tolist()
 
-# ---- Whole models --------------------------------------------------------------------------------
-
-
-def tiny(family, seed):
-    """Hugging Face's model with random weights, in float64, the same on every rank."""
-    config, causal, more = FAMILIES[family]
-    torch.manual_seed(seed)
-    model = causal(config(**SIZES, **more)).double().eval()
-    for parameter in model.parameters():  # so that no norm is 1
-        parameter.data += 0.2 * torch.randn(parameter.shape, dtype=torch.float64)
-    return model
-
-
-def each_document_alone(model, ids, lengths):
-    """(loss, {name: gradient}) of the untouched model, which sees one document at a time."""
-    total = sum(n - 1 for n in lengths)
-    loss = torch.zeros((), dtype=torch.float64)
-    with Float64():
-        for document in ids.split(lengths):
-            logits = model(input_ids=document[None], use_cache=False).logits[0]
-            loss = loss + F.cross_entropy(logits[:-1], document[1:], reduction="sum") / total
-    loss.backward()
-    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
-    model.zero_grad()
-    return loss.detach(), grads
-
-
-def model_errors(lab, family, way, lengths, held, group, seed):
-    """Relative errors of a train_step on this rank: {"loss", each parameter's name: error}."""
-    model, ids = tiny(family, seed), packed_ids(lengths, seed)
-    loss, right = each_document_alone(model, ids, lengths)
-    with Float64():
-        found = lab.train_step(model, ids, END, way, held, group)
-    norm = torch.stack([grad.norm() for grad in right.values()]).norm()
-    errors = {"loss": abs(found - loss).item() / loss.item()}
-    for name, parameter in model.named_parameters():
-        # what is zero by construction is held against a thousandth of all gradients' norm
-        most = torch.maximum(right[name].norm(), norm / 1000)
-        errors[name] = ((parameter.grad - right[name]).norm() / most).item()
-    return errors
-
-
-def gradient_elsewhere(lab, family, way, lengths, held, group, seed):
-    """Of one document's loss: (the gradient in its own embeddings, in all others), on this rank."""
-    model, ids, own = tiny(family, seed), packed_ids(lengths, seed), held[group.rank()]
-    document, position = document_of(lengths)[own], position_of(lengths)
-    chosen = lengths.index(max(lengths))
-    attention = partial(lab.attention_of, way, position, held, group)
-    AttentionInterface.register("documents", attention)
-    model.set_attn_implementation("documents")
-    x = model.get_input_embeddings()(ids[own]).detach().requires_grad_()
-    labels = finished.targets(ids, END)[own].masked_fill(document != chosen, IGNORE)
-    with Float64():
-        given = {"inputs_embeds": x[None], "position_ids": position[own][None]}
-        logits = model(**given, use_cache=False).logits[0]
-        lab.mean_loss(logits, labels, group).backward()
-    return x.grad[document == chosen], x.grad[document != chosen]
-
-
-def expect_model(lab, what, *case):
-    """Raise Wrong unless a train_step is exact and no gradient crosses documents; the error."""
-    errors = model_errors(lab, *case)
-    for name, error in errors.items():
-        expect(error <= EXACT, f"{what}: {name} is off by {error:.1e} (at most {EXACT:.0e})")
-    _, elsewhere = gradient_elsewhere(lab, *case)
-    found = f"{what}: a document's loss has a gradient in another document's embeddings"
-    expect(torch.equal(elsewhere, torch.zeros_like(elsewhere)), found)
-    return max(errors.values())
+    for step, mine in enumerate(found):
+        right = seen(range(source + step, source + P)) if step else keys.tolist()
+        hints = {"only keys that a query sees, there or further on": keys.tolist()}
+        hints["also those that only a rank further on sees"] = seen([source + step])
+        hints["they go on to the next rank: source + step"] = seen(range(source - step, source))
+        hints["ranks that they have come to already do not count"] = seen(range(source, source + P))
+        hints = {text: wrong for text, wrong in hints.items() if wrong != right}
+        hint = "step 0: all that it holds" if step == 0 else "none" if step == P else ""
+        expect_numbers(f"{told}travels in step {step}", mine, right, hints, hint)

@@ -8,32 +8,45 @@ and from Hugging Face's models, which see one document at a time. See documents.
 import random
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from checks.documents import (
     END,
-    FAMILIES,
     IGNORE,
     Unchanged,
-    attention_case,
-    dense,
     document_of,
     expect_held,
-    expect_model,
     expect_numbers,
+    expect_pytorchs,
+    expect_tiles,
+    expect_travels,
     finished,
     first_of,
     groups_of_all_sizes,
+    heaviest_first,
     mask_of,
     packed_ids,
     packings,
     placements,
     position_of,
+    pytorchs_mask,
+    short,
+    zigzag,
 )
 from checks.experts import drawn, gradients, members, same
+from checks.packed import (
+    FAMILIES,
+    WAYS,
+    dense,
+    expect_loss,
+    expect_model,
+    expect_one,
+    expect_overlap,
+    expect_sent,
+    moved,
+    ring_cases,
+    watch,
+)
 from checks.zero import attempt
 from harness import Traffic, expect
-from torch.nn.attention.flex_attention import create_mask
 
 split = finished.split
 WINDOWS = None, 1, 3, 50
@@ -73,17 +86,10 @@ def check_documents(lab, group, seed):
 def check_mask(lab, group, seed):
     chosen = random.Random(seed)
     for what, lengths in packings(seed).items():
-        position, document = position_of(lengths), document_of(lengths)
-        s = len(position)
+        position, s = position_of(lengths), sum(lengths)
         for window in WINDOWS:
             told, most = f"{what}, window {window}", window or s
-
-            def seen(b, h, q, k):
-                return (k <= q) & (document[k] == document[q]) & (q - k < most)
-
-            mask = mask_of(lengths, window)
-            flex = create_mask(seen, 1, 1, s, s, device="cpu")[0, 0]
-            expect(torch.equal(flex, mask), f"{told}: PyTorch has another mask than this check")
+            mask = pytorchs_mask(lengths, window)
             with Unchanged(position=position):
                 first = lab.first_seen(position, window)
             crossing = [max(0, i - most + 1) for i in range(s)]
@@ -118,7 +124,8 @@ def check_work(lab, group, seed):
                     with Unchanged(held=held, first=first):
                         found = lab.work(held, first)
                     right = [int(mask[at].sum()) for at in held]
-                    hints = {"a query sees its own key, too": [mask[at].sum() - len(at) for at in held]}
+                    others = [pairs - len(at) for pairs, at in zip(right, held)]
+                    hints = {"a query sees its own key, too": others}
                     own = [int(mask[at][:, at].sum()) for at in held]
                     hints["the keys may be on any rank"] = own
                     every = [int((at + 1).sum()) for at in held]
@@ -126,38 +133,6 @@ def check_work(lab, group, seed):
                     told = f"{what} {where} on {world} ranks, window {window}: work"
                     expect_numbers(told, found, right, hints)
     return "1 to 5 ranks, four placements, with and without windows: as counted in the mask"
-
-
-def zigzag(lengths, world, anew=False, whole=False):
-    """by_document()'s answer token by token; anew: every document's rest begins with rank 0."""
-    held, turn, start = [[] for _ in range(world)], 0, 0
-    for n in [sum(lengths)] if whole else lengths:
-        size = n // (2 * world)
-        turn = 0 if anew else turn
-        for place in range(n):
-            if place < 2 * world * size:
-                rank = min(place // size, 2 * world - 1 - place // size)
-            else:
-                rank, turn = turn % world, turn + 1
-            held[rank].append(start + place)
-        start += n
-    return held
-
-
-def expect_pytorchs(lab, lengths, world):
-    """The same assignment as PyTorch's balancer's, of one document: it wants multiples of 2P."""
-    try:
-        from torch.distributed.tensor.experimental._context_parallel import _load_balancer as theirs
-
-        balancer = theirs._PerDocumentHeadTailLoadBalancer
-    except (ImportError, AttributeError):  # it is private: another version may lack it
-        return "PyTorch's is not in this version"
-    for n in lengths:
-        n *= 2 * world
-        indices = balancer([[n]], world, "cpu")._generate_indices()[0]
-        right = [sorted(part.tolist()) for part in indices.chunk(world)]
-        expect_held(f"a document of {n} tokens", lab.by_document(torch.arange(n), world), right)
-    return "PyTorch's"
 
 
 def check_by_document(lab, group, seed):
@@ -168,29 +143,244 @@ def check_by_document(lab, group, seed):
             with Unchanged(position=position):
                 found = lab.by_document(position, world)
             told, right = f"{what} on {world} ranks", zigzag(lengths, world)
-            hints = {"in every document, not in the whole sequence": zigzag(lengths, world, whole=True)}
+            hints = {"in every document, not in the whole": zigzag(lengths, world, whole=True)}
             anew = "what is left goes to the ranks in turn: go on where the last document stopped"
             hints[anew] = zigzag(lengths, world, anew=True)
-            unsorted = "every rank's tokens in ascending order"
-            listed = isinstance(found, list | tuple) and all(isinstance(x, torch.Tensor) for x in found)
-            if listed and [sorted(x.tolist()) for x in found] == right:
-                hints[unsorted] = [x.tolist() for x in found]
             hint = "2P chunks of n // 2P tokens; rank r has chunks r and 2P - 1 - r, then the rest"
             expect_held(told, found, right, hints, hint)
-    whose = expect_pytorchs(lab, [1, 3], 2) and expect_pytorchs(lab, [2, 5], 3)
-    return f"1 to 8 ranks: zigzag in each document, at most a token apart; as {whose}"
+    for world in 1, 2, 3:
+        whose = expect_pytorchs(lab, world)
+    return f"1 to 8 ranks: zigzag in each document, at most a token apart; {whose}"
 
 
-def heaviest_first(lengths, window, world, size, room=None, order=None):
-    """by_work()'s answer from the mask, block by block."""
-    s, pairs = sum(lengths), mask_of(lengths, window).sum(1).tolist()
-    blocks = [range(start, min(start + size, s)) for start in range(0, s, size)]
-    cost = [sum(pairs[i] for i in block) for block in blocks]
-    held, total, taken = [[] for _ in range(world)], [0] * world, [0] * world
-    room = room or -(-len(blocks) // world)
-    for b in sorted(range(len(blocks)), key=order or (lambda b: (-cost[b], b))):
-        rank = min((total[r], r) for r in range(world) if taken[r] < room)[1]
-        held[rank] += blocks[b]
-        total[rank] += cost[b]
-        taken[rank] += 1
-    return [sorted(tokens) for tokens in held]
+def check_by_work(lab, group, seed):
+    for what, lengths in packings(seed).items():
+        for world, size in (1, 4), (2, 3), (3, 5), (4, 2), (4, 7):
+            for window in None, 3:
+                first = first_of(lengths, window)
+                with Unchanged(first=first):
+                    found = lab.by_work(first, world, size)
+                case = lengths, window, world, size
+                hints = {"a rank has room for ceil(blocks / P)": heaviest_first(*case, room=99)}
+                for order, text in (
+                    ("in order", "the block with the most pairs first"),
+                    ("least", "the most pairs first, not the fewest"),
+                    ("last", "of equals the lower number first"),
+                ):
+                    hints[text] = heaviest_first(*case, order=order)
+                told = f"{what} on {world} ranks, window {window}, blocks of {size}"
+                hint = "each block to the rank with the fewest pairs so far, of those with room"
+                expect_held(told, found, heaviest_first(*case), hints, hint)
+    return "1 to 4 ranks, the last block shorter: dealt as from the mask, block by block"
+
+
+def check_tiles(lab, group, seed):
+    for what, lengths in packings(seed).items():
+        for where, held in placements(lengths, 3, seed).items():
+            for tile, window in (1, None), (1, 3), (4, None), (16, 3):
+                lab.TILE, first, mask = tile, first_of(lengths, window), mask_of(lengths, window)
+                for q_at, k_at in (pair for q in held for pair in ((q, k) for k in held)):
+                    with Unchanged(q_at=q_at, k_at=k_at, first=first):
+                        found = [*lab.tiles(q_at, k_at, first)]
+                    told = f"{what} {where}, TILE {tile}, window {window}: tiles of queries "
+                    told += f"{short(q_at.tolist())} and keys {short(k_at.tolist())}"
+                    expect_tiles(told, found, mask[q_at][:, k_at], tile)
+    return "four placements: the fewest keys; with a tile of one query just the pairs of the mask"
+
+
+def check_travels(lab, group, seed):
+    for what, lengths in packings(seed).items():
+        for P in 1, 2, 3, 4:
+            for where, held in placements(lengths, P, seed).items():
+                for window in None, 3:
+                    first, mask = first_of(lengths, window), mask_of(lengths, window)
+                    for source in range(P):
+                        told = f"{what} {where} on {P} ranks, window {window}: of rank {source} "
+                        with Unchanged(held=held, first=first):
+                            found = [lab.travels(held, source, t, first) for t in range(P + 1)]
+                        expect_travels(told, found, held, source, mask)
+    return "1 to 4 ranks, four placements, windows: no key goes further than to its last query"
+
+
+def check_ring_forward(lab, world, seed):
+    worst, events = 0, watch(lab)
+    for told, group, held, case in ring_cases(seed):
+        own, rank, first = held[group.rank()], group.rank(), case.first
+        q, k, v = case.q[:, :, own], case.k[:, own], case.v[:, own]
+        events.clear()
+        hint = "keys and the numbers of their tokens belong together: kv and travels() of one step"
+        call = lab.ring_forward, q, k, v, held, first, group
+        with Unchanged(q=q, k=k, v=v, held=held, first=first), Traffic() as traffic:
+            found = attempt(told, hint, *call)
+        triple = isinstance(found, tuple) and len(found) == 3
+        expect(triple, f"{told}: ring_forward() does not return three", "(out, lse, kept)")
+        out, lse, kept = found
+        alone = dense(q, k, v, case.mask[own][:, own])
+        hints = {"these are this rank's own keys only: the others' come by pass_on()": alone}
+        hint = "merge() the part of every step, of its keys and their tokens' numbers"
+        worst = max(worst, same(f"{told}: out", out, case.out[:, :, own], hints, hint))
+        scores = (q @ case.k[:, None].mT).masked_fill(~case.mask[own], -torch.inf)
+        same(f"{told}: lse", lse, scores.logsumexp(-1), None, "merge() gives both")
+        steps = [finished.travels(held, (rank - t) % len(held), t, first) for t in range(len(held))]
+        listed = isinstance(kept, list | tuple) and len(kept) == len(steps)
+        expect(listed, f"{told}: kept is not a list of {len(held)}", "k and v of every step")
+        hint = "k and v as they were used in this step, stacked"
+        for at, mine in zip(steps, kept):
+            same(f"{told}: kept", mine, torch.stack([case.k, case.v])[:, :, at], None, hint)
+        expect_sent(told, traffic, case, held, rank, 1)
+        busy = [case.mask[own][:, at].any() for at in steps]
+        expect_overlap(told, events, case, held, rank, busy)
+    return f"1 to 4 ranks, four placements, a window: off by {worst:.0e}; no key too many is sent"
+
+
+def check_ring_backward(lab, world, seed):
+    worst = 0
+    for told, group, held, case in ring_cases(seed):
+        own, first = held[group.rank()], case.first
+        q, k, v, dout = case.q[:, :, own], case.k[:, own], case.v[:, own], case.dout[:, :, own]
+        out, lse, kept = finished.ring_forward(q, k, v, held, first, group)
+        delta = (dout * out).sum(-1)
+        mine = finished.attend_backward(q, k, v, dout, lse, delta, own, own, first)
+        hint = "what comes back belongs to the keys that went on: travels() of the step after"
+        call = lab.ring_backward, q, kept, out, lse, dout, held, first, group
+        given = {"q": q, "kept": kept, "out": out, "lse": lse, "dout": dout, "held": held}
+        with Unchanged(**given, first=first), Traffic() as traffic:
+            found = attempt(told, hint, *call)
+        triple = isinstance(found, tuple | list) and len(found) == 3
+        expect(triple, f"{told}: ring_backward() does not return three", "(dq, dk, dv)")
+        right = case.dq[:, :, own], case.dk[:, own], case.dv[:, own]
+        only = "the own queries' part alone: add what the next rank gives back"
+        hints = [{"dq of the own keys alone: add what every step gives": mine[0]}]
+        hints += [{only: part} for part in mine[1:]]
+        for name, one, other, known in zip(("dq", "dk", "dv"), found, right, hints):
+            hint = "dq: of all steps" if name == "dq" else hint
+            worst = max(worst, same(f"{told}: {name}", one, other, known, hint))
+        expect_sent(told, traffic, case, held, group.rank(), 0)
+    return f"1 to 4 ranks, four placements, a window: dq, dk, dv off by {worst:.0e}"
+
+
+def check_ulysses(lab, world, seed):
+    worst = 0
+    for told, group, held, case in ring_cases(seed):
+        rank, P, own = group.rank(), group.size(), held[group.rank()]
+        kv, s, order = len(case.k), len(case.first), torch.cat(held)
+        x, heads = drawn(seed + 3, kv, s, 2), slice(*split(kv, rank, P))
+        hint = "of every rank's tokens own heads come; a head of a token is a row of c numbers"
+        mine = x[:, own]
+        with Unchanged(x=mine, held=held), Traffic() as traffic:
+            found = attempt(f"{told}: to_heads()", hint, lab.to_heads, mine, held, group)
+        hints = {"they come rank by rank: put the tokens in order": x[heads][:, order]}
+        same(f"{told}: to_heads()", found, x[heads], hints, hint)
+        expect_one(f"{told}: to_heads()", traffic, mine.nbytes)
+        hint = "each rank gets its own tokens of these heads, heads in the order of the ranks"
+        mine = x[heads]
+        with Unchanged(x=mine, held=held), Traffic() as traffic:
+            found = attempt(f"{told}: to_tokens()", hint, lab.to_tokens, mine, kv, held, group)
+        same(f"{told}: to_tokens()", found, x[:, own], None, hint)
+        expect_one(f"{told}: to_tokens()", traffic, mine.nbytes)
+        leaves = case.q[:, :, own], case.k[:, own], case.v[:, own]
+        leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+        out = lab.ulysses_attention(*leaves, held, case.first, group)
+        worst = max(worst, same(f"{told}: attention", out.detach(), case.out[:, :, own]))
+        grads = gradients(out, case.dout[:, :, own], leaves)
+        right = case.dq[:, :, own], case.dk[:, own], case.dv[:, own]
+        for name, one, other in zip(("dq", "dk", "dv"), grads, right):
+            hint = "the backward needs AllToAll.apply, and no detach()"
+            worst = max(worst, same(f"{told}: {name}", one, other, None, hint))
+    return f"1 to 4 ranks, 5 KV heads, any placement: attention and gradients off by {worst:.0e}"
+
+
+def check_bytes(lab, world, seed):
+    for told, group, held, case in ring_cases(seed):
+        rank, P, own = group.rank(), group.size(), held[group.rank()]
+        kv, g, _, d = case.q.shape
+        leaves = case.q[:, :, own], case.k[:, own], case.v[:, own]
+        leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+        counted = []
+        for way in finished.RingAttention.apply, finished.ulysses_attention:
+            with Traffic() as traffic:
+                way(*leaves, held, case.first, group).sum().backward()
+            counted.append(traffic.bytes("send") + traffic.bytes("all_to_all"))
+        with Unchanged(held=held, first=case.first):
+            found = lab.message_bytes(held, case.first, rank, kv, g, d, 8)
+        pair = isinstance(found, tuple) and len(found) == 2
+        expect(pair, f"{told}: message_bytes() returns {found}", "(ring, Ulysses)")
+        row, going = 2 * kv * d * 8, sum(moved(case, held, rank, t) for t in range(1, P))
+        hints = {going * row: "in the backward the gradients go back, too"}
+        hints |= {2 * going * row: "back goes what had come, and that is not what went on"}
+        whole = (P - 1) * (len(held[rank]) + len(held[rank - 1]))
+        hints |= {whole * row: "of a block only what travels"}
+        problem = f"{told}: {found[0]} bytes of the ring, not {counted[0]}"
+        expect(found[0] == counted[0], problem, hints.get(found[0], "k and v, of kv heads"))
+        start, end = split(kv, rank, P)
+        there, back = kv * len(own) * d * 8, (end - start) * len(case.first) * d * 8
+        hints = {counted[1] // 2: "the backward sends as much as the forward"}
+        hints |= {there * (g + 2) + back * g: "the backward goes both ways again"}
+        hints |= {there * (2 * g + 2): "the way back is of own heads of all tokens"}
+        hints |= {2 * (there * (g + 2) + back * (g + 2)): "back goes the output: g heads of d"}
+        problem = f"{told}: {found[1]} bytes of Ulysses, not {counted[1]}"
+        hint = "a row to the heads: g + 2 heads of d; back: g; the backward the other way round"
+        expect(found[1] == counted[1], problem, hints.get(found[1], hint))
+    return "1 to 4 ranks, four placements, a window: both as counted, to the byte"
+
+
+def check_loss(lab, world, seed):
+    worst = 0
+    for group, rank, P in members(groups_of_all_sizes()):
+        for what, lengths in {**packings(seed), "no target at all": [1] * 12}.items():
+            labels = finished.targets(packed_ids(lengths, seed), END)
+            for where, held in placements(lengths, P, seed).items():
+                expect_loss(lab, f"{what} {where} on {P} ranks", labels, held[rank], group, seed)
+        lengths = packings(seed)["documents of many lengths"]
+        for i, (family, way) in enumerate(zip(FAMILIES, ("ring", "Ulysses", "ring"))):
+            where, held = [*placements(lengths, P, seed).items()][(i + P) % 4]
+            told = f"{family} {where} on {P} ranks, {way}"
+            case = family, WAYS[way], lengths, held, group, seed
+            worst = max(worst, expect_model(lab, told, *case))
+    return f"summands, gradients; whole models on 1 to 4 ranks, every gradient off by {worst:.0e}"
+
+
+CHECKS = {
+    "documents": (check_documents, 1),
+    "mask": (check_mask, 1),
+    "work": (check_work, 1),
+    "by_document": (check_by_document, 1),
+    "by_work": (check_by_work, 1),
+    "tiles": (check_tiles, 1),
+    "travels": (check_travels, 1),
+    "ring_forward": (check_ring_forward, 4),
+    "ring_backward": (check_ring_backward, 4),
+    "ulysses": (check_ulysses, 4),
+    "bytes": (check_bytes, 4),
+    "loss": (check_loss, 4),
+}
+
+
+# Bugs for --inject-bug: the checks have to catch every one
+
+
+def dropped_document_mask(lab):
+    """The mask of documents is dropped: every query sees all that lies before it."""
+    right = lab.first_seen
+    lab.first_seen = lambda position, window: right(torch.arange(len(position)), window)
+
+
+def local_documents(lab):
+    """Each rank takes its own tokens for the whole sequence: a document begins with its first."""
+    right = lab.ring_forward
+
+    def ring_forward(q, k, v, held, first, group):
+        first = first.clone()
+        for at in held:
+            first[at] = first[at].clamp(min=at[0])
+        return right(q, k, v, held, first, group)
+
+    lab.ring_forward = ring_forward
+
+
+def everything_travels(lab):
+    """All keys go round the whole ring: results are right, and bytes grow with the length."""
+    lab.travels = lambda held, source, step, first: held[source][: len(first) * (step < len(held))]
+
+
+BUGS = [dropped_document_mask, local_documents, everything_travels]
