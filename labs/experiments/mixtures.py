@@ -86,13 +86,14 @@ def tokens_sent(held, first):
     """How many keys go from rank to rank in a ring, as travels() says, of all ranks together."""
     world, sent = len(held), 0
     for source, keys in enumerate(held):
+        last = torch.zeros_like(keys)  # how many ranks further a key goes
         for step in range(1, world):
-            further = [held[(source + other) % world] for other in range(step, world)]
-            queries = torch.cat(further).sort().values
-            after = torch.searchsorted(queries, keys)  # the next query sees furthest back
-            following = queries[after.clamp(max=len(queries) - 1)]
-            sees = (following >= keys) & (first[following] <= keys)
-            sent += int(sees.sum())
+            queries = held[(source + step) % world]
+            # Of the queries behind a key the next one sees furthest back
+            behind = torch.searchsorted(queries, keys).clamp(max=len(queries) - 1)
+            following = queries[behind]
+            last[(following >= keys) & (first[following] <= keys)] = step
+        sent += int(last.sum())
     return sent
 
 
@@ -125,9 +126,7 @@ def show(rows, args):
         lines.append([name, row["strategy"], *shares, f"{row['sent']:.0%}"])
         last = row["mixture"]
     table(*lines)
-    print(
-        "\n  in step: each step of a ring waits for its busiest rank; keys sent: of a whole ring's"
-    )
+    print("\n  in step: each step of a ring waits for its busiest rank; sent: of all going round")
     print("  (PyTorch): its private balancers; by document, of what 2P divides of each document")
 
 
