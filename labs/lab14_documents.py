@@ -235,7 +235,7 @@ def travels(held, source, step, first):
     """
     # exercise: travels
     keys, P = held[source], len(held)
-    needed = torch.full((len(keys),), step == 0)
+    needed = torch.zeros(len(keys), dtype=torch.bool)
     for other in range(step, P):
         needed |= visible(held[(source + other) % P], keys, first).any(0)
     return keys[needed]

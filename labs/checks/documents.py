@@ -256,8 +256,9 @@ def expect_travels(told, found, held, source, mask):
         right = seen(range(source + step, source + P)) if step else keys.tolist()
         hints = {"only keys that a query sees, there or further on": keys.tolist()}
         hints["also those that only a rank further on sees"] = seen([source + step])
-        hints["they go on to the next rank: source + step"] = seen(range(source - step, source))
-        hints["ranks that they have come to already do not count"] = seen(range(source, source + P))
-        hints = {text: wrong for text, wrong in hints.items() if wrong != right}
+        back = seen(source - other for other in range(step, P))
+        hints["they go on to the next rank: source + step, ..."] = back
+        places = [keys.tolist().index(token) for token in right]
+        hints["the tokens' numbers, not their places in held"] = places
         hint = "step 0: all that it holds" if step == 0 else "none" if step == P else ""
         expect_numbers(f"{told}travels in step {step}", mine, right, hints, hint)

@@ -4,6 +4,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from checks.documents import (
     END,
@@ -21,7 +22,7 @@ from checks.documents import (
     position_of,
 )
 from checks.experts import EXACT, Float64, drawn, gradients, members, same
-from harness import Traffic, expect
+from harness import Traffic, Wrong, expect
 from transformers import (
     AttentionInterface,
     LlamaConfig,
@@ -74,6 +75,24 @@ def ring_cases(seed):
             case = attention_case(seed, lengths, window)
             for where, held in placements(lengths, P, seed).items():
                 yield f"{what} {where} on {P} ranks, window {window}", group, held, case
+
+
+def agreed(group, check, *args):
+    """check(*args) on every rank of the group: all raise what the first has found that finds any.
+
+    A rank that alone has nothing wrong would go on, and find something else.
+    """
+    result = wrong = None
+    try:
+        result = check(*args)
+    except Wrong as problem:
+        wrong = problem
+    everyone = [None] * group.size()
+    dist.all_gather_object(everyone, wrong, group=group)
+    for problem in everyone:
+        if problem:
+            raise problem
+    return result
 
 
 def moved(case, held, rank, step):

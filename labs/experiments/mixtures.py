@@ -74,25 +74,29 @@ def strategies(position, first, world):
 def steps(held, first):
     """(P, P): pairs of rank r in step t of a ring, when it has the keys of rank r - t."""
     pairs = torch.zeros(len(held), len(held))
-    for rank, at in enumerate(held):
+    for source, keys in enumerate(held):
+        before = torch.zeros(len(first) + 1, dtype=torch.long)  # how many of these keys are before
+        before[keys + 1] = 1
+        before = before.cumsum(0)
         for step in range(len(held)):
-            keys = held[rank - step]
-            end = torch.searchsorted(keys, at, right=True)
-            pairs[rank, step] = (end - torch.searchsorted(keys, first[at])).clamp(min=0).sum()
+            rank = (source + step) % len(held)
+            pairs[rank, step] = (before[held[rank] + 1] - before[first[held[rank]]]).sum()
     return pairs
 
 
 def tokens_sent(held, first):
     """How many keys go from rank to rank in a ring, as travels() says, of all ranks together."""
-    world, sent = len(held), 0
+    s, world, sent = len(first), len(held), 0
+    furthest = []  # of each rank, for each key: the first that the next of its queries sees
+    for at in held:
+        following = torch.full((s,), s)
+        following[at] = at
+        following = following.flip(0).cummin(0).values.flip(0)
+        furthest.append(torch.cat([first, torch.tensor([s])])[following])
     for source, keys in enumerate(held):
         last = torch.zeros_like(keys)  # how many ranks further a key goes
         for step in range(1, world):
-            queries = held[(source + step) % world]
-            # Of the queries behind a key the next one sees furthest back
-            behind = torch.searchsorted(queries, keys).clamp(max=len(queries) - 1)
-            following = queries[behind]
-            last[(following >= keys) & (first[following] <= keys)] = step
+            last[furthest[(source + step) % world][keys] <= keys] = step
         sent += int(last.sum())
     return sent
 
