@@ -348,8 +348,8 @@ def to_heads(x, held, group):
 
     Rank r's KV heads are split(kv, r, P), its tokens held[r]. One all-to-all, of rows of c numbers.
     """
-    # exercise: ulysses
     rank, P = group.rank(), group.size()
+    # exercise: ulysses
     heads = [end - start for start, end in (split(len(x), r, P) for r in range(P))]
     sends = [count * x.shape[1] for count in heads]
     receives = [heads[rank] * len(at) for at in held]
@@ -361,8 +361,8 @@ def to_heads(x, held, group):
 
 def to_tokens(x, kv, held, group):
     """Own heads of all tokens x (own, s, c), in order -> all kv heads of own tokens (kv, n, c)."""
-    # exercise: ulysses
     rank, P = group.rank(), group.size()
+    # exercise: ulysses
     heads = [end - start for start, end in (split(kv, r, P) for r in range(P))]
     sends = [len(x) * len(at) for at in held]
     receives = [count * len(held[rank]) for count in heads]

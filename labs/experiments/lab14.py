@@ -28,7 +28,7 @@ from pictures import BLUE, ORANGE, RANKS, picture
 from torch.utils.flop_counter import FlopCounterMode
 
 WORLD, KV, G, D, ITEM = 4, 2, 2, 8, 8  # ranks of what is counted; a rank of Ulysses has a KV head
-LENGTHS = [100, 1, 60, 9, 46, 40]
+LENGTHS = [25, 1, 15, 3, 11, 9]
 LONGER, WINDOW = (128, 256, 512, 1024), 32
 SHOWN = [17, 1, 6, 13, 3, 8]  # of the picture
 
