@@ -8,6 +8,7 @@ and from Hugging Face's models, which see one document at a time. See documents.
 import random
 
 import torch
+import torch.distributed as dist
 from checks.documents import (
     END,
     IGNORE,
@@ -285,10 +286,11 @@ def check_ulysses(lab, world, seed):
         leaves = [leaf.clone().requires_grad_() for leaf in leaves]
         out = lab.ulysses_attention(*leaves, held, case.first, group)
         worst = max(worst, same(f"{told}: attention", out.detach(), case.out[:, :, own]))
+        hint = "the backward needs AllToAll.apply, and no detach()"
+        expect(out.requires_grad, f"{told}: attention has no gradient", hint)
         grads = gradients(out, case.dout[:, :, own], leaves)
         right = case.dq[:, :, own], case.dk[:, own], case.dv[:, own]
         for name, one, other in zip(("dq", "dk", "dv"), grads, right):
-            hint = "the backward needs AllToAll.apply, and no detach()"
             worst = max(worst, same(f"{told}: {name}", one, other, None, hint))
     return f"1 to 4 ranks, 5 KV heads, any placement: attention and gradients off by {worst:.0e}"
 
@@ -309,12 +311,14 @@ def check_bytes(lab, world, seed):
         pair = isinstance(found, tuple) and len(found) == 2
         expect(pair, f"{told}: message_bytes() returns {found}", "(ring, Ulysses)")
         row, going = 2 * kv * d * 8, sum(moved(case, held, rank, t) for t in range(1, P))
-        hints = {going * row: "in the backward the gradients go back, too"}
-        hints |= {2 * going * row: "back goes what had come, and that is not what went on"}
-        whole = (P - 1) * (len(held[rank]) + len(held[rank - 1]))
-        hints |= {whole * row: "of a block only what travels"}
+        everyone = [None] * P  # of all ranks together: one alone may send nothing
+        dist.all_gather_object(everyone, (found[0], counted[0], going * row), group=group)
+        mine, right, forward = map(sum, zip(*everyone))
+        hints = {2 * (P - 1) * len(case.first) * row: "of a block only what travels"}
+        hints |= {forward: "in the backward the gradients go back, too"}
+        hints |= {right: "back goes what had come, and that is not what went on"}
         problem = f"{told}: {found[0]} bytes of the ring, not {counted[0]}"
-        expect(found[0] == counted[0], problem, hints.get(found[0], "k and v, of kv heads"))
+        expect(found[0] == counted[0], problem, hints.get(mine, "k and v, of kv heads"))
         start, end = split(kv, rank, P)
         there, back = kv * len(own) * d * 8, (end - start) * len(case.first) * d * 8
         hints = {counted[1] // 2: "the backward sends as much as the forward"}
