@@ -129,7 +129,7 @@ BROKEN = [  # what is wrong, {ours: theirs}, the check that has to say so, and w
         "the targets of the world are counted",
         {"dist.all_reduce(count, group=group)": "dist.all_reduce(count)"},
         "loss",
-        "",
+        "the summand is off by",
     ),
     (
         "another document's keys count a little",

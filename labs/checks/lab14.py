@@ -35,7 +35,6 @@ from checks.documents import (
 from checks.experts import drawn, gradients, members, same
 from checks.packed import (
     FAMILIES,
-    WAYS,
     agreed,
     dense,
     expect_loss,
@@ -332,7 +331,7 @@ def check_bytes(lab, world, seed):
 
 
 def check_loss(lab, world, seed):
-    worst = 0
+    worst, ways = 0, {"ring": lab.RingAttention.apply, "Ulysses": lab.ulysses_attention}
     for group, rank, P in members(groups_of_all_sizes()):
         for what, lengths in {**packings(seed), "no target at all": [1] * 12}.items():
             labels = finished.targets(packed_ids(lengths, seed), END)
@@ -342,7 +341,7 @@ def check_loss(lab, world, seed):
         for i, (family, way) in enumerate(zip(FAMILIES, ("ring", "Ulysses", "ring"))):
             where, held = [*placements(lengths, P, seed).items()][(i + P) % 4]
             told = f"{family} {where} on {P} ranks, {way}"
-            case = family, WAYS[way], lengths, held, group, seed
+            case = family, ways[way], lengths, held, group, seed
             worst = max(worst, expect_model(lab, told, *case))
     return f"summands, gradients; whole models on 1 to 4 ranks, every gradient off by {worst:.0e}"
 

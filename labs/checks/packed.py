@@ -41,7 +41,6 @@ FAMILIES = {
     "Mistral, window 4": (MistralConfig, MistralForCausalLM, {"sliding_window": 4}),
     "Qwen3, window 3 and none": (Qwen3Config, Qwen3ForCausalLM, MIXED | {"sliding_window": 3}),
 }
-WAYS = {"ring": finished.RingAttention.apply, "Ulysses": finished.ulysses_attention}
 
 
 # ---- Attention on one device ---------------------------------------------------------------------

@@ -181,7 +181,8 @@ def experiment(lab, args):
     """All of it: {"proofs", "counts", "windows", "mixtures", "failed": what is off}."""
     rows, off = proofs(lab, args.seed)
     counted, wrong = counts(lab, args.seed)
-    found = {"proofs": rows, "counts": counted, "windows": windows(lab, args.seed)}
+    found = {"ranks": args.ranks, "tokens": args.tokens, "proofs": rows, "counts": counted}
+    found["windows"] = windows(lab, args.seed)
     found["mixtures"] = mixtures.compare(args)
     mixtures.show(found["mixtures"], args)
     if any(len({*row["bytes"]}) > 2 for row in found["windows"] if row["window"]):
@@ -203,7 +204,11 @@ def draw(results, path):
         }
         for axis, (how, ranks) in zip("0123", held.items()):
             draw_pairs(axes[axis], how, ranks, first)
-        mixtures.draw(axes["mixtures"], results["mixtures"])
+        axes["0"].figure.suptitle(
+            "Who computes which pairs: colours are ranks, of queries at the left"
+        )
+        where = f"{results['tokens']:,} tokens on {results['ranks']} ranks"
+        mixtures.draw(axes["mixtures"], results["mixtures"], where)
         draw_bytes(axes["bytes"], results["windows"])
 
 
@@ -225,8 +230,8 @@ def draw_bytes(axis, rows):
     for window, colour in (None, ORANGE), (WINDOW, BLUE):
         mine = [row["bytes"][1] / 1024 for row in rows if row["window"] == window]
         label = f"window {window}" if window else "no window"
-        axis.plot([*map(str, LONGER)], mine, "o-", color=colour, label=label)
-    axis.set(xlabel="tokens", ylabel="KiB of rank 1's ring", ylim=0)
+        axis.plot(LONGER, mine, "o-", color=colour, label=label)
+    axis.set(xlabel="tokens", ylabel="KiB of rank 1's ring", ylim=0, xlim=0, xticks=LONGER[1:])
     axis.set_title("In order, 4 ranks", loc="left")
     axis.legend(frameon=False)
 

@@ -134,7 +134,7 @@ def show(rows, args):
     print("  (PyTorch): its private balancers; by document, of what 2P divides of each document")
 
 
-def draw(axis, rows):
+def draw(axis, rows, where):
     """The busiest rank's pairs, by mixture and strategy."""
     rows = [row for row in rows if row["strategy"] not in THEIRS]
     names = [*dict.fromkeys(row["mixture"] for row in rows)]
@@ -146,5 +146,5 @@ def draw(axis, rows):
     axis.axhline(1, color="black", lw=0.8)
     axis.set_xticks(range(len(names)), [name.replace(", ", ",\n") for name in names])
     axis.set(ylabel="even shares")
-    axis.set_title("The busiest rank's pairs", loc="left")
+    axis.set_title(f"The busiest rank's pairs: {where}", loc="left")
     axis.legend(frameon=False, fontsize=8, ncol=2)
