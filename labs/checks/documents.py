@@ -254,10 +254,10 @@ def expect_travels(told, found, held, source, mask):
 
     for step, mine in enumerate(found):
         right = seen(range(source + step, source + P)) if step else keys.tolist()
-        hints = {"also those that only a rank further on sees": seen([source + step])}
         back = seen(source - other for other in range(step, P))
-        hints["they go on to the next rank: source + step, ..."] = back
+        hints = {"they go on to the next rank: source + step, ...": back}
         hints["only keys that a query sees, there or further on"] = keys.tolist()
+        hints["also those that only a rank further on sees"] = seen([source + step])
         places = [keys.tolist().index(token) for token in right]
         hints["the tokens' numbers, not their places in held"] = places
         hint = "step 0: all that it holds" if step == 0 else "none" if step == P else ""
