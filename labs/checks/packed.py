@@ -1,0 +1,249 @@
+"""Attention of packed documents on ranks, and whole models of Hugging Face's: for lab 14."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from checks.documents import (
+    END,
+    IGNORE,
+    VOCAB,
+    Unchanged,
+    document_of,
+    finished,
+    first_of,
+    groups_of_all_sizes,
+    mask_of,
+    packed_ids,
+    packings,
+    placements,
+    position_of,
+)
+from checks.experts import EXACT, Float64, drawn, gradients, members, same
+from harness import Traffic, Wrong, expect
+from transformers import (
+    AttentionInterface,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 8, "vocab_size": VOCAB}
+SIZES |= {"num_key_value_heads": 4, "head_dim": 4, "intermediate_size": 12, "pad_token_id": None}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True}
+FAMILIES = {
+    "LLaMA": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True}),
+    "Mistral, window 4": (MistralConfig, MistralForCausalLM, {"sliding_window": 4}),
+    "Qwen3, window 3 and none": (Qwen3Config, Qwen3ForCausalLM, MIXED | {"sliding_window": 3}),
+}
+
+
+# ---- Attention on one device ---------------------------------------------------------------------
+
+
+def attention_case(seed, lengths, window, kv=5, g=2, d=3):
+    """q (kv, g, s, d), k, v, dout of a packed sequence; on one device out, dq, dk, dv."""
+    s = sum(lengths)
+    q, dout = drawn(seed, kv, g, s, d), drawn(seed + 1, kv, g, s, d)
+    k, v = drawn(seed + 2, 2, kv, s, d)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    mask = mask_of(lengths, window)
+    out = dense(*leaves, mask)
+    dq, dk, dv = gradients(out, dout, leaves)
+    case = SimpleNamespace(q=q, k=k, v=v, dout=dout, out=out.detach(), dq=dq, dk=dk, dv=dv)
+    case.mask, case.first = mask, first_of(lengths, window)
+    return case
+
+
+def dense(q, k, v, mask):
+    """Attention with a mask (n, m) by PyTorch's own function, without a scale."""
+    k, v = (x[:, None].expand(-1, q.shape[1], -1, -1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
+
+
+def ring_cases(seed):
+    """Yield (what, group, held, case) on every rank of each group."""
+    cases = [(*item, window) for item, window in zip(packings(seed).items(), (4, None, 3, None))]
+    for group, _, P in members(groups_of_all_sizes()):
+        for what, lengths, window in cases:
+            case = attention_case(seed, lengths, window)
+            for where, held in placements(lengths, P, seed).items():
+                yield f"{what} {where} on {P} ranks, window {window}", group, held, case
+
+
+def agreed(group, check, *args):
+    """check(*args) on every rank of the group: all raise what the first has found that finds any.
+
+    A rank that alone has nothing wrong would go on, and find something else.
+    """
+    result = wrong = None
+    try:
+        result = check(*args)
+    except Wrong as problem:
+        wrong = problem
+    everyone = [None] * group.size()
+    dist.all_gather_object(everyone, wrong, group=group)
+    for problem in everyone:
+        if problem:
+            raise problem
+    return result
+
+
+def moved(case, held, rank, step):
+    """How many keys this rank sends on, to come to the next one in this step."""
+    return len(finished.travels(held, (rank - step + 1) % len(held), step, case.first))
+
+
+def expect_sent(told, traffic, case, held, rank, forward):
+    """Raise Wrong unless as many bytes were sent as the keys (or gradients) that travel have."""
+    others = ", ".join(sorted(set(traffic.ops) - {"send"}))
+    expect(not others, f"{told}: calls {others}", "pass_on() is all that it takes")
+    row, P = 2 * len(case.k) * case.k.shape[-1] * 8, len(held)
+    ahead = rank if forward else rank - 1  # back goes what had come, to where it came from
+    right = row * sum(moved(case, held, ahead % P, step) for step in range(1, P))
+    sent = traffic.bytes("send")
+    found = f"{told}: {sent} bytes are sent, not {right}"
+    expect(sent == right, found, "in each step what travels() says, and no more")
+
+
+def watch(lab):
+    """Have pass_on, its wait and attend note themselves: a list of b(egun), a(ttend), w(aited)."""
+    events, pass_on, attend = [], lab.pass_on, lab.attend
+
+    def noting_pass_on(x, length, by, group):
+        wait, moves = pass_on(x, length, by, group), x.shape[-2] + length > 0
+        events.extend("b" * moves)
+
+        def noting_wait():
+            events.extend("w" * moves)
+            return wait()
+
+        return noting_wait
+
+    def noting_attend(*args):
+        events.append("a")
+        return attend(*args)
+
+    lab.pass_on, lab.attend = noting_pass_on, noting_attend
+    return events
+
+
+def expect_overlap(told, events, case, held, rank, busy):
+    """Raise Wrong where a step waits first; busy: of each step, whether this rank has pairs in it.
+
+    Steps that move nothing have left no b and no w.
+    """
+    for step, has in enumerate(busy):
+        moves = moved(case, held, rank, step + 1) + moved(case, held, rank - 1, step + 1)
+        if not moves:
+            continue
+        _, _, after = "".join(events).partition("b")
+        during, _, events = after.partition("w")
+        found = f"{told}: waits for keys before it has computed with those that it has"
+        expect("a" in during or not has, found, "pass_on(), then attend(), then wait")
+
+
+def expect_one(what, traffic, right):
+    """Raise Wrong unless one all-to-all of so many bytes is all there was."""
+    found = f"{what}: {traffic.ops}, and one all-to-all of {right} bytes would do"
+    expect(traffic.ops == {"all_to_all": [1, right]}, found)
+
+
+def expect_loss(lab, told, labels, own, group, seed):
+    """Raise Wrong unless mean_loss() of a rank's tokens is its summand, with its gradient."""
+    logits, mine = drawn(seed, len(labels), VOCAB), labels[own]
+    x = logits[own].requires_grad_()
+    with Unchanged(logits=x, labels=mine), Traffic() as traffic:
+        found = lab.mean_loss(x, mine, group)
+    total = (labels != IGNORE).sum()
+    losses = F.cross_entropy(x, mine, reduction="sum")
+    right = losses / total if total else 0 * x.sum()
+    own_targets = (mine != IGNORE).sum()
+    hints = {"of all ranks' targets, not of this rank's: all-reduce their number": own_targets}
+    hints |= {
+        "a mean of the ranks' means weighs their tokens differently": own_targets * group.size()
+    }
+    hints |= {"targets, not tokens: a document's last token has none": len(labels)}
+    hints |= {"the mean: divide by the number of all ranks' targets": 1}
+    hints = {text: (losses / n).detach() for text, n in hints.items() if n}
+    hint = "a rank without a target has 0; where no rank has one, the sum is divided by 1"
+    same(f"{told}: the summand", found.detach(), right.detach(), hints, hint)
+    hint = "the number of targets has no gradient; the loss has"
+    same(f"{told}: the gradient", *(gradients(y, None, [x])[0] for y in (found, right)), None, hint)
+    calls = sum(count for count, _ in traffic.ops.values())
+    expect(calls == 1 and traffic.bytes("all_reduce") <= 8, f"{told}: {traffic.ops}", "one number")
+
+
+# ---- Whole models --------------------------------------------------------------------------------
+
+
+def tiny(family, seed):
+    """Hugging Face's model with random weights, in float64, the same on every rank."""
+    config, causal, more = FAMILIES[family]
+    torch.manual_seed(seed)
+    model = causal(config(**SIZES, **more)).double().eval()
+    for parameter in model.parameters():  # so that no norm is 1
+        parameter.data += 0.2 * torch.randn(parameter.shape, dtype=torch.float64)
+    return model
+
+
+def each_document_alone(model, ids, lengths):
+    """(loss, {name: gradient}) of the untouched model, which sees one document at a time."""
+    total = sum(n - 1 for n in lengths)
+    loss = torch.zeros((), dtype=torch.float64)
+    with Float64():
+        for document in ids.split(lengths):
+            logits = model(input_ids=document[None], use_cache=False).logits[0]
+            loss = loss + F.cross_entropy(logits[:-1], document[1:], reduction="sum") / total
+    loss.backward()
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    return loss.detach(), grads
+
+
+def model_errors(lab, family, way, lengths, held, group, seed):
+    """Relative errors of a train_step on this rank: {"loss", each parameter's name: error}."""
+    model, ids = tiny(family, seed), packed_ids(lengths, seed)
+    loss, right = each_document_alone(model, ids, lengths)
+    with Float64():
+        found = lab.train_step(model, ids, END, way, held, group)
+    norm = torch.stack([grad.norm() for grad in right.values()]).norm()
+    errors = {"loss": abs(found - loss).item() / loss.item()}
+    for name, parameter in model.named_parameters():
+        # what is zero by construction is held against a thousandth of all gradients' norm
+        most = torch.maximum(right[name].norm(), norm / 1000)
+        errors[name] = ((parameter.grad - right[name]).norm() / most).item()
+    return errors
+
+
+def gradient_elsewhere(lab, family, way, lengths, held, group, seed):
+    """Of one document's loss: (the gradient in its own embeddings, in all others), on this rank."""
+    model, ids, own = tiny(family, seed), packed_ids(lengths, seed), held[group.rank()]
+    document, position = document_of(lengths)[own], position_of(lengths)
+    chosen = lengths.index(max(lengths))
+    attention = partial(lab.attention_of, way, position, held, group)
+    AttentionInterface.register("documents", attention)
+    model.set_attn_implementation("documents")
+    x = model.get_input_embeddings()(ids[own]).detach().requires_grad_()
+    labels = finished.targets(ids, END)[own].masked_fill(document != chosen, IGNORE)
+    with Float64():
+        given = {"inputs_embeds": x[None], "position_ids": position[own][None]}
+        logits = model(**given, use_cache=False).logits[0]
+        lab.mean_loss(logits, labels, group).backward()
+    return x.grad[document == chosen], x.grad[document != chosen]
+
+
+def expect_model(lab, what, *case):
+    """Raise Wrong unless a train_step is exact and no gradient crosses documents; the error."""
+    errors = model_errors(lab, *case)
+    for name, error in errors.items():
+        expect(error <= EXACT, f"{what}: {name} is off by {error:.1e} (at most {EXACT:.0e})")
+    _, elsewhere = gradient_elsewhere(lab, *case)
+    found = f"{what}: a document's loss has a gradient in another document's embeddings"
+    expect(torch.equal(elsewhere, torch.zeros_like(elsewhere)), found)
+    return max(errors.values())
