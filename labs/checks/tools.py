@@ -51,14 +51,17 @@ def appears(path, seconds):
 
 @contextmanager
 def noted_waits():
-    """A list to which every work.wait() adds its work."""
-    waits, wait_for = [], dist.Work.wait
+    """A list to which every work.wait(), or the future of it, adds its work."""
+    waits = []
 
-    def noting_wait(work, *args):
-        waits.append(work)
-        return wait_for(work, *args)
+    def noting(method):
+        def noted(work, *args):
+            waits.append(work)
+            return method(work, *args)
 
-    with mock.patch.object(dist.Work, "wait", noting_wait):
+        return mock.patch.object(dist.Work, method.__name__, noted)
+
+    with noting(dist.Work.wait), noting(dist.Work.get_future):
         yield waits
 
 

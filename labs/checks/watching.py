@@ -25,7 +25,8 @@ def on_every_rank(value, group):
 
 def short_lived(group, seconds):
     """A group of the same ranks; its collectives fail after so many seconds instead of hanging."""
-    return dist.new_group(dist.get_process_group_ranks(group), timeout=timedelta(seconds=seconds))
+    how = {"timeout": timedelta(seconds=seconds), "use_local_synchronization": True}
+    return dist.new_group(dist.get_process_group_ranks(group), **how)
 
 
 def loss_curve(model, optimizer, loss_of, scale, steps):
