@@ -229,11 +229,11 @@ def check_on_rank(group, lab, exercise, seed, bug=None):
 def check(answers, exercise, seed=0, bug=None, timeout=60):
     """(whether an exercise passes, what was seen, a hint), of the answers in a file.
 
-    Checks that say APART run in a group that is not the world.
+    Checks that say SUBGROUP run in a group that is not the world.
     """
     checks = companion("checks", answers)
     _, world = checks.CHECKS[exercise]
-    how = {"apart": world > 1 and getattr(checks, "APART", False), "exercise": exercise}
+    how = {"apart": world > 1 and getattr(checks, "SUBGROUP", False), "exercise": exercise}
     args = Path(answers).absolute(), exercise, seed, bug
     try:
         return True, on_ranks(world, check_on_rank, *args, timeout=timeout, **how)[0], ""

@@ -11,12 +11,12 @@ import time
 from functools import partial
 
 import torch
-from checks.tools import noted_waits
-from checks.watching import numbers, on_every_rank, short_lived
+from checks.tools import noted_waits, subgroup
+from checks.watching import numbers, on_every_rank
 from harness import LABS, Wrong, expect, expect_close, load
 from torch.utils._pytree import tree_leaves
 
-APART = True  # the group is not the world, and has other rank numbers
+SUBGROUP = True  # the group is not the world, and has other rank numbers
 finished = load(LABS / "lab3b_hang.py")  # not the learner's
 PATIENCE = 3  # seconds that a call may wait: a right answer's take milliseconds
 
@@ -128,7 +128,7 @@ def expect_no_hang(lab, name, args, group, hint, waits=0):
 
     Nor may it change its arguments, other than a dict's tensors, or wait fewer than so many times.
     """
-    own, program = short_lived(group, PATIENCE), getattr(lab, f"right_{name}")
+    own, program = subgroup(group, PATIENCE), getattr(lab, f"right_{name}")
     before = copy.deepcopy(args)
     with noted_waits() as noted:
         seen = finished.watched(program, *args, group=own, seconds=PATIENCE / 2)

@@ -17,7 +17,7 @@ from checks.link import Link
 from harness import LABS, Wrong, expect, expect_close, load
 from torch.utils._pytree import tree_leaves
 
-APART = True  # the group is not the world, and has other rank numbers
+SUBGROUP = True  # the group is not the world, and has other rank numbers
 finished = load(LABS / "lab4_overlap.py")  # not the learner's
 
 LATE = 0.1  # seconds that one of the ranks joins each message late

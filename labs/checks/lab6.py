@@ -7,15 +7,15 @@ from contextlib import suppress
 from functools import partial
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from checks.tools import draw_from, expect_traffic
+from checks.tools import draw_from, expect_traffic, subgroup
 from harness import LABS, Traffic, Wrong, expect, expect_close, load
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+SUBGROUP = True  # the group is not the world, and has other rank numbers
 finished = load(LABS / "lab6_lora.py")  # not the learner's
 JOINED, APART, SHARDED = WAYS = finished.WAYS
 all_reduce, share, split = finished.all_reduce, finished.share, finished.split
@@ -72,8 +72,8 @@ def expected_messages(column, way, parallel, tokens, features, rank, world):
 def check_layer(lab, group, seed, column):
     """A layer in every way, TP and SP, r = 4 on 3 ranks and r = 1 on 2."""
     uneven, randn = draw_from(seed)
-    pair = dist.new_group([0, 1])
-    cases, worst = [(group, 4)] + ([(pair, 1)] if group.rank() < 2 else []), 0
+    pair = [(subgroup(group, ranks=[0, 1]), 1)] if group.rank() < 2 else []
+    cases, worst = [(group, 4), *pair], 0
     for (ranks, r), way, parallel in itertools.product(cases, WAYS, (False, True)):
         P, i, o = ranks.size(), uneven(), uneven()
         known = one_device(lab, randn, P * uneven(), i, o, r)

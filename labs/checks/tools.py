@@ -3,6 +3,7 @@
 import tempfile
 import time
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -30,6 +31,14 @@ def draw_from(seed, group=None):
         return UNEVEN[torch.randint(len(UNEVEN), (), generator=sizes)]
 
     return uneven, partial(torch.randn, generator=numbers)
+
+
+def subgroup(group, seconds=600, ranks=None):
+    """A group of some of a group's ranks, or all; its calls fail after so many seconds."""
+    members = dist.get_process_group_ranks(group)
+    members = members if ranks is None else [members[rank] for rank in ranks]
+    how = {"timeout": timedelta(seconds=seconds), "use_local_synchronization": True}
+    return dist.new_group(members, **how)
 
 
 @contextmanager
