@@ -17,7 +17,7 @@ HINTS = {  # {a part of what is said: the cause}
     "ProcessGroupGloo::": "all_gather fills P times what a rank brings, reduce_scatter a P-th",
     "has to be contiguous": "x.contiguous() is what can be sent, and received into",
     "Pair is not connected": "a rank sends itself nothing: what it keeps needs no message",
-    "Wait timeout": "a rank that the group does not have? they go round with % P",
+    "Wait timeout": "a rank that the group does not have? they count from 0 and go round with % P",
     "has no attribute 'wait'": "only async_op=True returns a handle",
     "a gradient different than None": "None where ctx.needs_input_grad is False",
     "incorrect number of gradients": "one for each argument of forward, None for what has none",
@@ -25,7 +25,7 @@ HINTS = {  # {a part of what is said: the cause}
 }
 DEATHS = {
     "SIGKILL": "out of memory?",
-    "SIGSEGV": "a rank that the group does not have? they count from 0, and go round with % P",
+    "SIGSEGV": "a rank that the group does not have? they count from 0 and go round with % P",
     "SIGABRT": "the ranks' calls differ: another collective, fewer of them, or other sizes",
 }
 
@@ -54,8 +54,8 @@ def default_group_refused():
 
 def asks_the_world(file):
     """A hint, if a learner's file asks for a rank or a size without a group, or ""."""
-    asked = re.search(r"get_(rank|world_size)\(\)", Path(file).read_text())
-    return f"{asked[0]} is that of the whole job: group.rank(), group.size()" if asked else ""
+    asked = re.search(r"get_(rank|world_size)\(\)|dist\.group\.WORLD", Path(file).read_text())
+    return f"{asked[0]} is of the whole job: group, group.rank(), group.size()" if asked else ""
 
 
 def listen(path):

@@ -160,7 +160,8 @@ def check_gathered_linear(lab, group, seed):
     weight, bias = (keep(p, 0, start, end) for p in (linear.weight, linear.bias))
     y, dy, mine = y[..., start:end], dy[..., start:end].clone(), tokens_of(x, group)
     with Kept(weight, bias) as kept:
-        lab.gathered_linear(mine.clone().requires_grad_(), weight, bias, group)
+        out = lab.gathered_linear(mine.clone().requires_grad_(), weight, bias, group)
+    kept.note_attributes(out)
     found = f"{kept.bytes} bytes are kept for the backward; {mine.nbytes} will do"
     expect(kept.bytes <= mine.nbytes, found, "keep the shard x, not the gathered one")
     wanted = {"y": y, "dx": tokens_of(dx, group), "forward": {"all_gather": x.nbytes}}

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from checks import buckets
 from checks.link import Link
+from checks.tools import Kept
 from harness import LABS, Wrong, expect, expect_close, load
-from torch.utils._pytree import tree_leaves
 
 SUBGROUP = True  # the group is not the world, and has other rank numbers
 finished = load(LABS / "lab4_overlap.py")  # not the learner's
@@ -38,13 +38,6 @@ SP_ORDER = [
 ]
 
 
-# Copied from tp.py
-def split(n, rank, world):
-    """[start, end) of the rank's share of n things: the first n % world ranks hold one more."""
-    base, extra = divmod(n, world)
-    return rank * base + min(rank, extra), (rank + 1) * base + min(rank + 1, extra)
-
-
 def one_device(generator, group, s, b, h, o, way, bias=True, dtype=torch.float32):
     """A linear layer on one device, and what this rank holds of it and should get.
 
@@ -55,22 +48,26 @@ def one_device(generator, group, s, b, h, o, way, bias=True, dtype=torch.float32
     def randn(*shape):
         return torch.randn(*shape, generator=generator, dtype=dtype)
 
-    x, weight, dy = randn(s, b, h), randn(o, h), randn(s, b, o)
+    def own(full, dim=0):
+        return full.tensor_split(group.size(), dim)[group.rank()].clone()
+
+    def tokens(full):
+        return own(full) if way == "SP" else full.clone()
+
+    x, full, dy = randn(s, b, h), randn(o, h), randn(s, b, o)
     offset = randn(o) if bias else torch.zeros(o, dtype=dtype)
-    start, end = split(o, group.rank(), group.size())
-    weight_shard, dy_shard = weight[start:end].clone(), dy[..., start:end].clone()
-    tokens = slice(None) if way == "TP" else slice(*split(s, group.rank(), group.size()))
+    weight = own(full)
     return SimpleNamespace(
-        x=x[tokens].clone().requires_grad_(),
-        weight=weight_shard.requires_grad_(),
-        bias=offset[start:end].clone().requires_grad_() if bias else None,
-        dy=dy_shard,
-        y=(x @ weight.T + offset)[..., start:end],
-        dx=(dy @ weight)[tokens],
-        own_dx=(dy_shard @ weight_shard.detach())[tokens],
-        dw=(dy.flatten(0, 1).T @ x.flatten(0, 1))[start:end],
-        db=dy.sum((0, 1))[start:end] if bias else None,
-        gemms={s * b * h: "dgrad", (end - start) * h: "wgrad", s * b * (end - start): "forward"},
+        x=tokens(x).requires_grad_(),
+        weight=weight.clone().requires_grad_(),
+        bias=own(offset).requires_grad_() if bias else None,
+        dy=own(dy, -1),
+        y=own(x @ full.T + offset, -1),
+        dx=tokens(dy @ full),
+        own_dx=tokens(own(dy, -1) @ weight),
+        dw=own(dy.flatten(0, 1).T @ x.flatten(0, 1)),
+        db=own(dy.sum((0, 1))) if bias else None,
+        gemms={s * b * h: "dgrad", weight.numel(): "wgrad", s * b * len(weight): "forward"},
     )
 
 
@@ -94,19 +91,10 @@ def draw_layers(seed, group, way):
 
 def kept_storages(layer, function, group):
     """(y, {address: bytes}) of what function keeps for its backward, the weight's not counted."""
-    kept = []
-
-    def note(tensor):
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with Kept(layer.weight, getattr(layer.weight, "main_grad", layer.weight)) as kept:
         y = function(layer.x, layer.weight, layer.bias, group)
-    kept += [t for t in tree_leaves(list(vars(y.grad_fn).values())) if isinstance(t, torch.Tensor)]
-    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
-    for weight in layer.weight, getattr(layer.weight, "main_grad", layer.weight):
-        sizes.pop(weight.untyped_storage().data_ptr(), None)
-    return y, sizes
+    kept.note_attributes(y)
+    return y, kept.storages
 
 
 def expect_order(log, wanted):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from harness import expect
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 UNEVEN = 5, 7, 11, 13, 17, 19, 23, 25, 29  # neither 2 nor 3 divides them
 
@@ -86,18 +87,24 @@ class Kept(torch.autograd.graph.saved_tensors_hooks):
     """Counts the bytes that autograd keeps for the backward of what runs inside, each storage once.
 
     Those of parameters are there anyway and not counted. Of a DTensor what this rank holds counts.
+    storages {address: bytes}
     """
 
     def __init__(self, *parameters):
-        self.storages, known = {}, {storage_of(p).data_ptr() for p in parameters}
+        self.storages, self.known = {}, {storage_of(p).data_ptr() for p in parameters}
+        super().__init__(self.note, lambda tensor: tensor)
 
-        def note(tensor):
-            storage = storage_of(tensor)
-            if storage.data_ptr() not in known:
-                self.storages[storage.data_ptr()] = storage.nbytes()
-            return tensor
+    def note(self, tensor):
+        storage = storage_of(tensor)
+        if storage.data_ptr() not in self.known:
+            self.storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
 
-        super().__init__(note, lambda tensor: tensor)
+    def note_attributes(self, out):
+        """Count what an autograd Function has written to its ctx, too: out is its result."""
+        for x in tree_leaves(list(vars(out.grad_fn).values())):
+            if isinstance(x, torch.Tensor):
+                self.note(x)
 
     def __enter__(self):
         super().__enter__()
