@@ -15,6 +15,7 @@ HINTS = {  # {a part of what is said: the cause}
     "in the default group": "pass group=group: without it torch takes all ranks of the job",
     "not part of group": "src, dst, peer count in the world: group_src, group_dst, group_peer",
     "ProcessGroupGloo::": "all_gather fills P times what a rank brings, reduce_scatter a P-th",
+    "non-empty list of Tensors": "there may be none: then there is nothing to do",
     "has to be contiguous": "x.contiguous() is what can be sent, and received into",
     "Pair is not connected": "a rank sends itself nothing: what it keeps needs no message",
     "Wait timeout": "a rank that the group does not have? they count from 0 and go round with % P",

@@ -149,9 +149,8 @@ def run_step(parallel, model, own, batches, middle, late):
     time.sleep(0.1 * late)
     with noted_waits() as waits:
         parallel.finish(sum(map(len, batches)))
-    messages = len(parallel.buckets) + 1  # and the number of tokens
-    found = f"finish() waits {len(waits)} times for {messages} messages"
-    expect(len(waits) >= messages, found, "work.wait(), then read")
+    found = f"finish() waits {len(waits)} times for {len(parallel.buckets)} buckets"
+    expect(len(waits) >= len(parallel.buckets), found, "work.wait(), then read")
     left = parallel.started, len(parallel.works), len(parallel.arrived)
     hint = "reset(), or the next step finds all of them sent"
     expect(left == (0, 0, 0), f"behind finish() (started, works, arrived) are {left}", hint)

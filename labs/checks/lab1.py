@@ -56,22 +56,20 @@ def within(seconds, hint, function, *args):
         raise Wrong(f"{line}stuck for {seconds} s", hint) from None
 
 
-DTYPES = {1: torch.float32, -1: torch.float64, 2: torch.bfloat16}  # by places ahead
-
-
 def exchange_cases(P):
-    """(places ahead, rows of each rank's x): forward, backward, pairwise and uneven."""
-    return (1, [3] * P), (-1, [1 << 16] * P), (2, [3] * P), (1, range(P))
+    """(places ahead, rows of each rank's x, dtype): forward, backward, pairwise and uneven."""
+    forward, backward = (1, [3] * P, torch.float32), (-1, [1 << 16] * P, torch.float64)
+    return forward, backward, (2, [3] * P, torch.bfloat16), (1, range(P), torch.float32)
 
 
 def check_exchange(lab, group, seed):
     hint = "all wait in send, nobody receives: start both (isend, irecv), then wait for both"
     late = "call work.wait() on both: gloo forgives a work that is thrown away, NCCL does not"
     rank, P = group.rank(), group.size()
-    for ahead, rows in exchange_cases(P):
+    for ahead, rows, dtype in exchange_cases(P):
         to, source = (rank + ahead) % P, (rank - ahead) % P
         drawn = zip(rows, draw_all(seed, P, 3, 1 << 16))
-        xs = [x[:, :n].T.to(DTYPES[ahead]) for n, x in drawn]  # (n, 3), not contiguous
+        xs = [x[:, :n].T.to(dtype) for n, x in drawn]  # (n, 3), not contiguous
         x, right, before = xs[rank], xs[source], xs[rank].clone()
         call = lab.exchange, x, to, source, right.shape, group
         with noted_waits() as waits:

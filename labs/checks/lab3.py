@@ -188,17 +188,18 @@ def check_returned_tuples(lab, group, seed):
 
 
 def check_autograd_kwargs(lab, group, seed):
-    """Two blocks that share a computed tensor, as layers share cos and sin; and a number."""
+    """Two blocks that share two computed tensors, as layers share cos and sin; and a number."""
     linear, calls = nn.Linear(5, 5), []
 
-    def block(x, scale, power):
+    def block(x, scale, power, bias):
         calls.append(power)
-        return (linear(x) * scale).tanh() ** power
+        return (linear(x) * scale + bias).tanh() ** power
 
     def gradients(run):
         x, base = numbers(seed, 3, 5).requires_grad_(), numbers(seed + 1, 5).requires_grad_()
-        scale = base * 2
-        out = run(block, run(block, x, scale=scale, power=2), power=3, scale=scale)
+        scale, bias = base * 2, base**2
+        inner = run(block, x, scale=scale, power=2, bias=bias)
+        out = run(block, inner, bias=bias, power=3, scale=scale)
         linear.zero_grad()
         out.sum().backward()
         return {"x": x.grad, "a tensor among kwargs": base.grad, "the block": linear.weight.grad}
@@ -214,7 +215,8 @@ def check_autograd_kwargs(lab, group, seed):
         raise Wrong(f"RuntimeError: {str(problem).partition('.')[0]}", hint) from None
     for name, grad in mine.items():
         expect(grad is not None, f"no gradient for {name}", hint)
-        error = expect_close(f"the gradient of {name}", grad, right[name])
+        named = "the names stand in the order of the tensors"
+        error = expect_close(f"the gradient of {name}", grad, right[name], hint=named)
     expect(len(calls) == 4, f"the block ran {len(calls)} times, not 4", "by way of Recompute")
     return f"gradients off by {error:.0e}"
 

@@ -2,7 +2,6 @@
 
 import copy
 import faulthandler
-import linecache
 import os
 import re
 import tempfile
@@ -11,6 +10,7 @@ import time
 from functools import partial
 
 import torch
+from blame import own_line
 from checks.tools import noted_waits, subgroup
 from checks.watching import numbers, on_every_rank
 from harness import LABS, Wrong, expect, expect_close, load
@@ -140,12 +140,10 @@ def expect_no_hang(lab, name, args, group, hint, waits=0):
     expect(fewest >= waits, f"{fewest} waits for {waits} messages", lost)
     if any(dump["hung"] for dump in dumps):
         frames = [finished.own_frame(dump["stack"], lab.__file__) for dump in dumps]
-        lines = [
-            linecache.getline(lab.__file__, frame[1]).strip() if frame else "" for frame in frames
-        ]
-        each = [f'rank {rank} in "{line}"' for rank, line in enumerate(lines) if line]
+        lines = [own_line([(lab.__file__, f[1])], lab.__file__, name) if f else "" for f in frames]
+        each = "".join(f"rank {rank} {line}" for rank, line in enumerate(lines) if line)
         where = "; ".join(finished.diagnosis(dumps, lab.__file__))
-        raise Wrong(f"{', '.join(each)}: hangs; {where}", hint)
+        raise Wrong(f"{each}hangs; {where}", hint)
     if not isinstance(args[0], dict):
         pairs = zip(tree_leaves(args), tree_leaves(before), strict=False)
         same = len(tree_leaves(args)) == len(tree_leaves(before))

@@ -138,6 +138,7 @@ def row_parallel(known, group, parallel):
     partly = full.scale * (cut(x) @ cut(A).T) @ B.T  # by this rank's part of A
     hints["A's result is a sum over the ranks"] = hints["the adapter is missing"] + partly
     hints["the bias is added on every rank"] = y + (P - 1) * full.bias.detach()
+    hints["the bias is missing"] = y - full.bias.detach()
     hints = {text: tokens(t) for text, t in hints.items()}
     wrong_dx = {"dy is the same on all ranks": P * cut(dx)}
     return cut(x), tokens(dy), (tokens(y), hints), (cut(dx), wrong_dx)
@@ -213,12 +214,17 @@ def check_save_adapter(lab, group, seed):
             adapter = lab.full_adapter(layer)
             for name, shape in layer.shapes.items():
                 mine, right = adapter[name], getattr(one, name).weight.detach()
-                expect_close(f"{way}: {name}, {tuple(shape)}, as saved", mine, right, 0)
+                what, hint = (
+                    f"{way}: {name}, {tuple(shape)}, as saved",
+                    "where it is cut: gather it",
+                )
+                expect_close(what, mine, right, 0, hint=hint)
                 expect(not mine.requires_grad, f"{way}: {name} as saved is trained", "save a copy")
                 own = getattr(layer, name).untyped_storage().data_ptr()
                 shared = mine.untyped_storage().data_ptr() == own
                 expect(not shared, f"{way}: {name} as saved is the parameter", "save a copy")
             x, before = randn(2, uneven(), one.in_features), one.weight.clone()
+            saved = {name: tensor.clone() for name, tensor in adapter.items()}
             y = one(x).detach()
             merged = lab.merge_adapter(one, adapter, one.scale)
             base = F.linear(x, one.weight, one.bias)
@@ -227,6 +233,8 @@ def check_save_adapter(lab, group, seed):
             worst = max(worst, expect_close(f"{way}: merged", merged(x).detach(), y, hints=hints))
             same = torch.equal(one.weight, before)
             expect(same, "merging overwrites the base", "merge into the copy")
+            same = all(torch.equal(saved[name], adapter[name]) for name in saved)
+            expect(same, "merging changes the adapter", "it is the caller's: make a new tensor")
     return f"shards of every way give A and B exactly; merged as one device, off by {worst:.0e}"
 
 
