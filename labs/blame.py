@@ -17,7 +17,7 @@ HINTS = {  # {a part of what is said: the cause}
     "ProcessGroupGloo::": "all_gather fills P times what a rank brings, reduce_scatter a P-th",
     "non-empty list of Tensors": "there may be none: then there is nothing to do",
     "has to be contiguous": "x.contiguous() is what can be sent, and received into",
-    "Pair is not connected": "a rank sends itself nothing: what it keeps needs no message",
+    "Pair is not connected": "sent to itself? group_src, group_dst, group_peer count in the group",
     "Wait timeout": "a rank that the group does not have? they count from 0 and go round with % P",
     "has no attribute 'wait'": "only async_op=True returns a handle",
     "a gradient different than None": "None where ctx.needs_input_grad is False",
