@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -42,6 +43,12 @@ def check_platform():
     """Raise UsageError where ranks cannot be forked."""
     if sys.platform == "win32":
         raise UsageError("needs Linux or macOS; on Windows use WSL")
+
+
+def end_with_the_pipe():
+    """Let a reader that leaves early (`| head`) end this program, without a traceback."""
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
 def check_writable(path):

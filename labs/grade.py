@@ -30,6 +30,7 @@ from cli import (
     atomic_write,
     check_platform,
     check_writable,
+    end_with_the_pipe,
     positive,
     write_json,
 )
@@ -227,4 +228,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    end_with_the_pipe()
     sys.exit(main())

@@ -15,11 +15,13 @@ import tempfile
 import time
 import traceback
 import warnings
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 from types import ModuleType
 
+import blame
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -53,14 +55,14 @@ def relative_error(mine, right):
     return error if error == error else float("inf")
 
 
-def expect_close(name, mine, right, tolerance=1e-5, hints=None):
+def expect_close(name, mine, right, tolerance=1e-5, hints=None, hint=""):
     """Raise Wrong unless ||mine - right|| <= tolerance ||right||; returns the relative error.
 
-    hints {text: tensor}: if mine is that tensor instead, the text is the hint.
+    hints {text: tensor}: if mine is that tensor instead, the text is the hint; else it is hint.
     """
     expect(isinstance(mine, torch.Tensor), f"{name} is {type(mine).__name__}, not a tensor")
     known = [text for text, x in (hints or {}).items() if relative_error(mine, x) <= tolerance]
-    hint, error = known[0] if known else "", relative_error(mine, right)
+    hint, error = known[0] if known else hint, relative_error(mine, right)
     found = f"{name} has shape {tuple(mine.shape)}, not {tuple(right.shape)}"
     expect(mine.shape == right.shape, found, hint)
     expect(error <= tolerance, f"{name} is off by {error:.1e} (at most {tolerance:.0e})", hint)
@@ -112,43 +114,50 @@ def companion(kind, lab_file):
     return importlib.import_module(f"{kind}.{name}")
 
 
-def rank_main(pipe, rank, world, rendezvous, limit):
+def rank_main(pipe, rank, world, apart, folder, limit):
     """A rank's process: join the others, run the task that comes through the pipe, answer."""
     gc.freeze()  # no rank need look for garbage among what has been imported
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # gloo complains there of ranks that were ended
+    blame.listen(f"{folder}/{rank - apart}")
     signal.alarm(limit)  # the parent ends it long before; this is for a parent that was killed
     torch.set_num_threads(1)
     # torch 2.13 renames all_gather_into_tensor and reduce_scatter_tensor; 2.11 has the old names
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    store = dist.FileStore(rendezvous, world)
+    store = dist.FileStore(f"{folder}/store", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    pipe.send(answer(pipe))
+    group = dist.new_group(range(apart, world)) if apart else dist.group.WORLD
+    with blame.default_group_refused() if apart else nullcontext():
+        pipe.send(answer(pipe, group))
     with suppress(EOFError):
         pipe.recv()  # a rank that leaves early would break the others' connections
     os._exit(0)
 
 
-def answer(pipe):
+def answer(pipe, group):
     """(True, what a task from the pipe returns on this rank) or (False, what was Wrong)."""
+    file = exercise = None
     try:
-        function, args = pipe.recv()
+        function, args, file, exercise = pipe.recv()
         args = [load(arg) if isinstance(arg, Path) else arg for arg in args]
-        return True, function(dist.group.WORLD, *args)
+        return True, function(group, *args)
     except BaseException as problem:  # whatever a learner's code may raise
-        if isinstance(problem, Wrong):
-            return False, problem
+        errors = problem, problem.__context__  # a check may have made its own of a learner's
+        frames = [f for e in errors for f in traceback.extract_tb(e and e.__traceback__)]
+        own = blame.own_line([(frame.filename, frame.lineno) for frame in frames], file, exercise)
         if isinstance(problem, NotImplementedError):
             return False, Wrong(f"not done yet: {problem}")
-        frames = traceback.extract_tb(problem.__traceback__)
-        ours = [frame.line for frame in frames if not frame.filename.startswith(torch.__path__[0])]
+        if isinstance(problem, Wrong):
+            return False, Wrong(own + problem.found, problem.hint)
         first = str(problem).partition("\n")[0]
-        return False, Wrong(f"{type(problem).__name__}: {first} (in: {ours[-1]})")
+        return False, Wrong(f"{own}{type(problem).__name__}: {first}", blame.hint_at(first))
 
 
-def on_ranks(world, function, *args, timeout=60):
+def on_ranks(world, function, *args, timeout=60, apart=False, exercise=None):
     """[function(group, *args) of each rank], run by `world` processes of this machine, over gloo.
 
-    Raises Wrong: that of a rank, or one naming the ranks still busy after `timeout` seconds.
+    Raises Wrong: that of a rank, or one naming the ranks still busy after `timeout` seconds, each
+    with the line of the lab's file that it was in, first of all one of the exercise.
+    apart: the group is ranks 1 to `world` of one more, and no message may go without a group.
     function stands in a module, args and results can be pickled; a lab's module may be among args.
     Each call has processes of its own, forked from one server that has imported torch: whatever a
     task leaves behind (a thread, DTensor's caches) reaches no other task.
@@ -157,19 +166,22 @@ def on_ranks(world, function, *args, timeout=60):
     models = [name for name in sys.modules if name.startswith(MODEL) and ".modeling_" in name]
     context.set_forkserver_preload(PRELOADED + models)
     args = [Path(arg.__file__) if isinstance(arg, ModuleType) else arg for arg in args]
+    file = next((str(arg) for arg in args if isinstance(arg, Path)), None)
     processes, pipes = [], []
     with tempfile.TemporaryDirectory() as folder:
         try:
-            for rank in range(world):
+            for rank in range(world + apart):
                 here, there = context.Pipe()
-                how = there, rank, world, f"{folder}/store", int(timeout) + 60
+                how = there, rank, world + apart, apart, folder, int(timeout) + 60
                 process = context.Process(target=rank_main, args=how, daemon=True)
                 process.start()
+                there.close()
                 processes.append(process)
                 pipes.append(here)
-                there.close()
-                here.send((function, args))
-            return collect(processes, pipes, timeout)
+            for pipe in pipes[apart:]:  # rank 0 of a job with one more only has to be there
+                pipe.send((function, args, file, exercise))
+            last = partial(blame.last_line, folder, file, exercise)
+            return collect(processes[apart:], pipes[apart:], timeout, last)
         finally:
             for process in processes:
                 process.kill()
@@ -177,53 +189,57 @@ def on_ranks(world, function, *args, timeout=60):
                 process.join()
 
 
-def collect(processes, pipes, timeout):
-    """The ranks' results in their order; raises Wrong."""
+def collect(processes, pipes, timeout, last):
+    """The ranks' results in their order; raises Wrong. last(rank): as last_line() gives it."""
     results, wrong, end = [None] * len(pipes), {}, time.monotonic() + timeout
-    busy = {pipe: rank for rank, pipe in enumerate(pipes)}
+    busy, died = {pipe: rank for rank, pipe in enumerate(pipes)}, set()
     while busy and (ready := connection.wait(busy, max(0, end - time.monotonic()))):
         for pipe in ready:
             rank = busy.pop(pipe)
             try:
                 fine, results[rank] = pipe.recv()
             except (EOFError, OSError):
-                fine, results[rank] = False, death(processes[rank])
+                fine, (found, hint) = False, blame.death(processes[rank])
+                results[rank] = Wrong(last(rank) + found, hint)
+                died.add(rank)
             if not fine:
                 wrong[rank] = results[rank]
                 end = min(end, time.monotonic() + 0.5)  # the others may have died, or know more
     if wrong:  # a death first: the others' errors come of it
-        rank = min(wrong, key=lambda rank: not wrong[rank].found.startswith("died"))
+        rank = min(wrong, key=lambda rank: rank not in died)
         raise Wrong(f"rank {rank}: {wrong[rank].found}", wrong[rank].hint)
-    hint = "a send without its recv, a collective that some rank skips, or a loop without end"
-    expect(not busy, f"no answer from ranks {[*busy.values()]} in {timeout} s", hint)
+    if busy:
+        for rank in busy.values():
+            os.kill(processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.2)  # till they have written their stacks
+        where = [f"rank {rank} {last(rank) or 'behind your code: '}" for rank in busy.values()]
+        hint = "a send without its recv, a collective that some rank skips, or a loop without end"
+        raise Wrong(f"{''.join(where)}no answer from ranks {[*busy.values()]} in {timeout} s", hint)
     return results
 
 
-def death(process):
-    """What a process died of, as Wrong."""
-    process.join()
-    if process.exitcode >= 0:
-        return Wrong(f"died, exit code {process.exitcode}", "your code ended the whole process")
-    name, hint = signal.Signals(-process.exitcode).name, "tensors of a collective differ in size?"
-    return Wrong(f"died of {name}", "out of memory?" if name == "SIGKILL" else hint)
-
-
-def check_on_rank(group, answers, exercise, seed, bug=None):
-    """The report of an exercise's check on this rank, of the answers in a file; raises Wrong."""
-    lab, checks = load(answers), companion("checks", answers)
+def check_on_rank(group, lab, exercise, seed, bug=None):
+    """The report of an exercise's check on this rank, of a lab's answers; raises Wrong."""
+    checks = companion("checks", lab.__file__)
     if bug:
         getattr(checks, bug)(lab)
     return str(checks.CHECKS[exercise][0](lab, group, seed))
 
 
 def check(answers, exercise, seed=0, bug=None, timeout=60):
-    """(whether an exercise passes, what was seen, a hint), of the answers in a file."""
-    _, world = companion("checks", answers).CHECKS[exercise]
-    args = str(answers), exercise, seed, bug
+    """(whether an exercise passes, what was seen, a hint), of the answers in a file.
+
+    Checks that say SUBGROUP run in a group that is not the world.
+    """
+    checks = companion("checks", answers)
+    _, world = checks.CHECKS[exercise]
+    how = {"apart": world > 1 and getattr(checks, "SUBGROUP", False), "exercise": exercise}
+    args = Path(answers).absolute(), exercise, seed, bug
     try:
-        return True, on_ranks(world, check_on_rank, *args, timeout=timeout)[0], ""
+        return True, on_ranks(world, check_on_rank, *args, timeout=timeout, **how)[0], ""
     except Wrong as wrong:
-        return False, wrong.found, wrong.hint
+        world = blame.asks_the_world(answers) if how["apart"] else ""
+        return False, wrong.found, world or wrong.hint
 
 
 def table(*rows):

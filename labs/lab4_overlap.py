@@ -67,143 +67,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 # --------------------------------------------------------------------------------------------------
-# The lesson 1: where the gathered input lives, and where the weight's gradient goes
-# --------------------------------------------------------------------------------------------------
-
-
-class GlobalMemoryBuffer:
-    """Memory that all layers share for what is needed only for a moment (Megatron-LM).
-
-    buffer {(name, dtype): a flat tensor}: each grows to the largest size ever asked for, and stays.
-    """
-
-    def __init__(self):
-        self.buffer = {}
-
-    def get_tensor(self, shape, dtype, name):
-        """A contiguous tensor of that shape, its values arbitrary, in the memory of (name, dtype).
-
-        It allocates only where what is there is too small; otherwise two calls return the same
-        memory: what the first returned is lost as soon as the second is written to.
-        """
-        # exercise: memory_buffer
-        size = math.prod(shape)
-        held = self.buffer.get((name, dtype))
-        if held is None or held.numel() < size:
-            held = self.buffer[name, dtype] = torch.empty(size, dtype=dtype)
-        return held[:size].view(shape)
-        # end exercise
-
-
-BUFFER = GlobalMemoryBuffer()
-
-
-def weight_gradient(grad, x, main_grad):
-    """The wgrad GEMM: dW = grad^T x, summed over all tokens, from grad (s, b, o/P) and x (s, b, h).
-
-    Without main_grad (None): returns dW (o/P, h) in the dtype of x. With it (float32, (o/P, h)):
-    adds dW to main_grad in place and returns None. Products of two bfloat16 are exact in float32
-    and are to be added up there: nothing may be rounded to bfloat16 on the way. (On a GPU Apex's
-    wgrad_gemm_accum_fp32 reads bfloat16 and adds in float32, in one kernel; a CPU's GEMM wants one
-    dtype.)
-    """
-    grad, x = grad.flatten(0, 1), x.flatten(0, 1)  # (s * b, o/P), (s * b, h)
-    # exercise: accumulation_fusion
-    if main_grad is None:
-        return grad.T @ x
-    main_grad.addmm_(grad.T.float(), x.float())
-    return None
-    # end exercise
-
-
-# --------------------------------------------------------------------------------------------------
-# The lesson 2: linear layers
-# --------------------------------------------------------------------------------------------------
-# Shapes are Megatron's, (s, b, h): with the tokens first the ranks' shards are joined along dim 0,
-# which is what all_gather_into_tensor and reduce_scatter_tensor do, right in the memory they get.
-
-
-class TPLinear(torch.autograd.Function):
-    """y = F.linear(x, weight, bias), x (s, b, h) the same on all ranks, -> (s, b, o/P).
-
-    weight (o/P, h), bias (o/P) or None. A weight's main_grad, if any, gets its gradient, see above.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, group):
-        ctx.group, ctx.main_grad = group, getattr(weight, "main_grad", None)
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx, grad):
-        """grad (s, b, o/P) -> the gradients of forward's arguments: (dx, dW, db, None).
-
-        dx (s, b, h) is summed over the ranks; db is None where ctx.needs_input_grad[2] is False.
-        dist.all_reduce(tensor, group=..., async_op=True) returns a handle at once; the tensor
-        belongs to the link until handle.wait() returns. The all-reduce of dx travels while
-        weight_gradient() runs.
-        """
-        x, weight = ctx.saved_tensors
-        # exercise: tp_backward
-        dx = grad @ weight  # (s, b, h), of this rank's features alone
-        handle = dist.all_reduce(dx, group=ctx.group, async_op=True)
-        dw = weight_gradient(grad, x, ctx.main_grad)
-        db = grad.sum((0, 1)) if ctx.needs_input_grad[2] else None
-        handle.wait()
-        return dx, dw, db, None
-        # end exercise
-
-
-class SPLinear(torch.autograd.Function):
-    """y = F.linear(x of all tokens, weight, bias), x (s/P, b, h) the rank's tokens, -> (s, b, o/P).
-
-    weight (o/P, h), bias (o/P) or None. Every rank brings as many tokens.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, group):
-        """Gathers x into BUFFER's memory for "mpu" (Megatron's name) and saves only the shard."""
-        ctx.group, ctx.main_grad = group, getattr(weight, "main_grad", None)
-        x = x.contiguous()
-        # exercise: sp_linear
-        ctx.save_for_backward(x, weight)
-        shape = group.size() * x.shape[0], *x.shape[1:]  # (s, b, h)
-        total = BUFFER.get_tensor(shape, x.dtype, "mpu")
-        dist.all_gather_into_tensor(total, x, group=group)  # nothing hides it: the GEMM reads it
-        return F.linear(total, weight, bias)
-        # end exercise
-
-    @staticmethod
-    def backward(ctx, grad):
-        """grad (s, b, o/P) -> the gradients of forward's arguments, dx (s/P, b, h) of x.
-
-        x is gathered again, into BUFFER, while dgrad runs; dx is reduce-scattered while wgrad runs.
-        dist.all_gather_into_tensor(out, x, group=..., async_op=True) and
-        dist.reduce_scatter_tensor(out, dx, group=..., async_op=True) return handles.
-        """
-        x, weight = ctx.saved_tensors
-        # exercise: sp_linear
-        shape = ctx.group.size() * x.shape[0], *x.shape[1:]
-        total = BUFFER.get_tensor(shape, x.dtype, "mpu")
-        gather = dist.all_gather_into_tensor(total, x, group=ctx.group, async_op=True)
-        dx = grad @ weight  # (s, b, h)
-        gather.wait()
-        mine = torch.empty_like(x)  # not of BUFFER: the caller keeps it
-        scatter = dist.reduce_scatter_tensor(mine, dx, group=ctx.group, async_op=True)
-        dw = weight_gradient(grad, total, ctx.main_grad)
-        db = grad.sum((0, 1)) if ctx.needs_input_grad[2] else None
-        scatter.wait()
-        return mine, dw, db, None
-        # end exercise
-
-
-tp_linear = TPLinear.apply  # (x (s, b, h), weight, bias, group) -> (s, b, o/P)
-sp_linear = SPLinear.apply  # (x (s/P, b, h), weight, bias, group) -> (s, b, o/P)
-
-
-# --------------------------------------------------------------------------------------------------
-# Data parallelism: gradient buckets
+# The lesson 1: data parallelism, gradient buckets
 # --------------------------------------------------------------------------------------------------
 
 
@@ -299,6 +163,142 @@ class DataParallel:
                 p.grad = part.view_as(p) / count.item()
         self.reset()
         # end exercise
+
+
+# --------------------------------------------------------------------------------------------------
+# The lesson 2: where the gathered input lives, and where the weight's gradient goes
+# --------------------------------------------------------------------------------------------------
+
+
+class GlobalMemoryBuffer:
+    """Memory that all layers share for what is needed only for a moment (Megatron-LM).
+
+    buffer {(name, dtype): a flat tensor}: each grows to the largest size ever asked for, and stays.
+    """
+
+    def __init__(self):
+        self.buffer = {}
+
+    def get_tensor(self, shape, dtype, name):
+        """A contiguous tensor of that shape, its values arbitrary, in the memory of (name, dtype).
+
+        It allocates only where what is there is too small; otherwise two calls return the same
+        memory: what the first returned is lost as soon as the second is written to.
+        """
+        # exercise: memory_buffer
+        size = math.prod(shape)
+        held = self.buffer.get((name, dtype))
+        if held is None or held.numel() < size:
+            held = self.buffer[name, dtype] = torch.empty(size, dtype=dtype)
+        return held[:size].view(shape)
+        # end exercise
+
+
+BUFFER = GlobalMemoryBuffer()
+
+
+def weight_gradient(grad, x, main_grad):
+    """The wgrad GEMM: dW = grad^T x, summed over all tokens, from grad (s, b, o/P) and x (s, b, h).
+
+    Without main_grad (None): returns dW (o/P, h) in the dtype of x. With it (float32, (o/P, h)):
+    adds dW to main_grad in place and returns None. Products of two bfloat16 are exact in float32
+    and are to be added up there: nothing may be rounded to bfloat16 on the way. (On a GPU Apex's
+    wgrad_gemm_accum_fp32 reads bfloat16 and adds in float32, in one kernel; a CPU's GEMM wants one
+    dtype.)
+    """
+    grad, x = grad.flatten(0, 1), x.flatten(0, 1)  # (s * b, o/P), (s * b, h)
+    # exercise: accumulation_fusion
+    if main_grad is None:
+        return grad.T @ x
+    main_grad.addmm_(grad.T.float(), x.float())
+    return None
+    # end exercise
+
+
+# --------------------------------------------------------------------------------------------------
+# The lesson 3: linear layers
+# --------------------------------------------------------------------------------------------------
+# Shapes are Megatron's, (s, b, h): with the tokens first the ranks' shards are joined along dim 0,
+# which is what all_gather_into_tensor and reduce_scatter_tensor do, right in the memory they get.
+
+
+class TPLinear(torch.autograd.Function):
+    """y = F.linear(x, weight, bias), x (s, b, h) the same on all ranks, -> (s, b, o/P).
+
+    weight (o/P, h), bias (o/P) or None. A weight's main_grad, if any, gets its gradient, see above.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, group):
+        ctx.group, ctx.main_grad = group, getattr(weight, "main_grad", None)
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        """grad (s, b, o/P) -> the gradients of forward's arguments: (dx, dW, db, None).
+
+        dx (s, b, h) is summed over the ranks; db is None where ctx.needs_input_grad[2] is False.
+        dist.all_reduce(tensor, group=..., async_op=True) returns a handle at once; the tensor
+        belongs to the link until handle.wait() returns. The all-reduce of dx travels while
+        weight_gradient() runs.
+        """
+        x, weight = ctx.saved_tensors
+        # exercise: tp_backward
+        dx = grad @ weight  # (s, b, h), of this rank's features alone
+        handle = dist.all_reduce(dx, group=ctx.group, async_op=True)
+        dw = weight_gradient(grad, x, ctx.main_grad)
+        db = grad.sum((0, 1)) if ctx.needs_input_grad[2] else None
+        handle.wait()
+        return dx, dw, db, None
+        # end exercise
+
+
+class SPLinear(torch.autograd.Function):
+    """y = F.linear(x of all tokens, weight, bias), x (s/P, b, h) the rank's tokens, -> (s, b, o/P).
+
+    weight (o/P, h), bias (o/P) or None. Every rank brings as many tokens.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, group):
+        """Gathers x into BUFFER's memory for "mpu" (Megatron's name) and saves only the shard."""
+        ctx.group, ctx.main_grad = group, getattr(weight, "main_grad", None)
+        x = x.contiguous()
+        # exercise: sp_linear
+        ctx.save_for_backward(x, weight)
+        shape = group.size() * x.shape[0], *x.shape[1:]  # (s, b, h)
+        total = BUFFER.get_tensor(shape, x.dtype, "mpu")
+        dist.all_gather_into_tensor(total, x, group=group)  # nothing hides it: the GEMM reads it
+        return F.linear(total, weight, bias)
+        # end exercise
+
+    @staticmethod
+    def backward(ctx, grad):
+        """grad (s, b, o/P) -> the gradients of forward's arguments, dx (s/P, b, h) of x.
+
+        x is gathered again, into BUFFER, while dgrad runs; dx is reduce-scattered while wgrad runs.
+        dist.all_gather_into_tensor(out, x, group=..., async_op=True) and
+        dist.reduce_scatter_tensor(out, dx, group=..., async_op=True) return handles.
+        """
+        x, weight = ctx.saved_tensors
+        # exercise: sp_linear
+        shape = ctx.group.size() * x.shape[0], *x.shape[1:]
+        total = BUFFER.get_tensor(shape, x.dtype, "mpu")
+        gather = dist.all_gather_into_tensor(total, x, group=ctx.group, async_op=True)
+        dx = grad @ weight  # (s, b, h)
+        gather.wait()
+        mine = torch.empty_like(x)  # not of BUFFER: the caller keeps it
+        scatter = dist.reduce_scatter_tensor(mine, dx, group=ctx.group, async_op=True)
+        dw = weight_gradient(grad, total, ctx.main_grad)
+        db = grad.sum((0, 1)) if ctx.needs_input_grad[2] else None
+        scatter.wait()
+        return mine, dw, db, None
+        # end exercise
+
+
+tp_linear = TPLinear.apply  # (x (s, b, h), weight, bias, group) -> (s, b, o/P)
+sp_linear = SPLinear.apply  # (x (s/P, b, h), weight, bias, group) -> (s, b, o/P)
 
 
 if __name__ == "__main__":  # the lab's checks and experiments, of labs/ and of my_labs/

@@ -17,6 +17,7 @@ from cli import (
     atomic_write,
     check_platform,
     check_writable,
+    end_with_the_pipe,
     finite,
     write_json,
 )
@@ -116,6 +117,7 @@ def main(file):
     Where torchrun has started several ranks, rank 0 alone reads the command line: the others call
     follow(lab) of labs/experiments/labN.py, if there is one (lab 8).
     """
+    end_with_the_pipe()
     if os.environ.get("RANK", "0") != "0":
         follow = getattr(companion("experiments", file), "follow", None)
         if follow:

@@ -69,11 +69,11 @@ WRONG = {  # an answer to total, and what is said of it
     "    return x\n": "the sum is off",
     "    return x +\n": "SyntaxError",
     "  return x\n": "IndentationError",
-    "    return y\n": "NameError: name 'y' is not defined (in: return y)",
-    "    while True:\n        pass\n": "no answer from ranks",
-    "    dist.recv(x, 1 - group.rank())\n    return x\n": "no answer from ranks",
+    "    return y\n": "in \"return y\": NameError: name 'y' is not defined",
+    "    while True:\n        x + x\n": 'rank 1 in "x + x": no answer from ranks',
+    "    dist.recv(x, 1 - group.rank())\n    return x\n": 'in "dist.recv(x, 1 - group.rank())": no',
     "    import os\n    os._exit(5)\n": "died, exit code 5",
-    "    import os\n    os.abort()\n": "died of SIGABRT",
+    "    import os\n    os.abort()\n": 'in "os.abort()": died of SIGABRT',
     "    raise SystemExit(0)\n": "SystemExit",
     "    print('noise')\n    return None\n": "TypeError",
     "    raise ValueError(str(x.tolist()))\n": "ValueError",
@@ -96,7 +96,7 @@ def grader(folder, *options):
 def desk(tmp_path):
     """Such a folder."""
     (tmp_path / "labs" / "checks").mkdir(parents=True)
-    for file in ("grade.py", "harness.py", "cli.py"):
+    for file in ("grade.py", "harness.py", "blame.py", "cli.py"):
         shutil.copy(ROOT / "labs" / file, tmp_path / "labs")
     (tmp_path / "labs" / "lab0_small.py").write_text(SMALL_LAB + TOTALS)
     (tmp_path / "labs" / "checks" / "lab0.py").write_text(CHECKS % len(WRONG))
@@ -141,7 +141,7 @@ def test_each_wrong_answer_fails_alone(desk):
     assert results["twice"]["passed"], "graded as if nothing else were wrong"
     assert results["total0"]["hint"] == "every rank's x counts"
     assert "hint: every rank's x counts" in run.stdout
-    assert "differ in size" in results["total7"]["hint"]
+    assert "calls differ" in results["total7"]["hint"]
     verdict = "FAIL lab0_small: 1 of 12 exercises pass (the same inputs"
     assert run.stdout.splitlines()[-1].startswith(verdict)
     drawn = results["total10"]["report"]

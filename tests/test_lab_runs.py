@@ -189,7 +189,7 @@ def test_lab3_says_which_wrong_way_works_and_which_right_one_does_not(tmp_path, 
 
 
 def test_lab3b(run):
-    printed, results = run("lab3b", "predicted 4, measured 4: right", "--dump", "two_orders")
+    printed, results = run("lab3b", "predicted 6, measured 6: right", "--dump", "two_orders")
     programs, source = results["programs"], LABS["lab3b"].read_text().splitlines()
     parted = {name: seen["difference"] for name, seen in programs.items()}
     reduced = "all_reduce [[4]]"
@@ -236,13 +236,13 @@ def test_lab4(run):
     assert each["hidden"] > 0
     for row in results["gains"]:
         assert 0 <= row["hidden"] <= 1 and row["gain"] > 0
-        assert 1 < row["at_best"] <= 2 * max(1, row["message_over_gemm"])
+        assert row["gain"] <= row["at_best"], "no run is shorter than what it is made of"
     x = 4 * 128 * 2 * 256  # bytes of all tokens, float32; two layers: two halves, two, one
     assert [row["bytes"] for row in results["aliasing"]] == [x, 2 * x, x]
     gemms = [["dgrad", 0, 4], ["wait all_gather", 4, 9], ["wgrad", 9, 12]]
     log = {"log": gemms, "messages": [["all_gather", 1, 9], ["reduce_scatter", 9, 11]]}
     assert SHOWN["lab4"].hidden(log) == (3 + 2) / (8 + 2)
-    assert SHOWN["lab4"].could_hide(log) == (4 + 2, 10 / 7)
+    assert SHOWN["lab4"].at_shortest(log) == (8 + 3, 10 / 7)
 
 
 def test_lab5(run):

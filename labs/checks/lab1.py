@@ -3,14 +3,18 @@
 Values are compared with torch.distributed, gradients with one device, traffic with the formulas.
 """
 
+import sys
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from blame import own_line
 from checks.tools import appears, noted_waits, shared_folder
 from harness import LABS, TorchDispatchMode, Traffic, Wrong, expect, expect_close, load
 
+SUBGROUP = True  # the group is not the world, and has other rank numbers
 chunk_sizes = load(LABS / "lab1_collectives.py").chunk_sizes  # not the learner's
 
 
@@ -46,37 +50,40 @@ def within(seconds, hint, function, *args):
     try:
         return ThreadPoolExecutor(1).submit(function, *args).result(timeout=seconds)
     except TimeoutError:
-        raise Wrong(f"stuck for {seconds} s", hint) from None
+        stacks = map(traceback.extract_stack, sys._current_frames().values())
+        frames = [(call.filename, call.lineno) for stack in stacks for call in stack]
+        line = own_line(frames, args[0].__code__.co_filename, args[0].__name__)
+        raise Wrong(f"{line}stuck for {seconds} s", hint) from None
 
 
 def exchange_cases(P):
-    """(places ahead, rows of each rank's x): forward, backward, pairwise and uneven."""
-    return (1, [3] * P), (-1, [1 << 16] * P), (2, [3] * P), (1, range(P))
+    """(places ahead, rows of each rank's x, dtype): forward, backward, pairwise and uneven."""
+    forward, backward = (1, [3] * P, torch.float32), (-1, [1 << 16] * P, torch.float64)
+    return forward, backward, (2, [3] * P, torch.bfloat16), (1, range(P), torch.float32)
 
 
 def check_exchange(lab, group, seed):
-    some = dist.new_group([0, 2, 3])  # its rank 1 is rank 2 of all
-    blocked = "all wait in send, nobody receives: start both (isend, irecv), then wait for both"
-    lost = "pass group=group; `to` counts within the group (group_dst, group_src, group_peer)"
+    hint = "all wait in send, nobody receives: start both (isend, irecv), then wait for both"
     late = "call work.wait() on both: gloo forgives a work that is thrown away, NCCL does not"
-    for ranks, hint in ((group, blocked), (some, lost)):
-        if ranks is some and group.rank() == 1:
-            break
-        rank, P = ranks.rank(), ranks.size()
-        for ahead, rows in exchange_cases(P):
-            to, source = (rank + ahead) % P, (rank - ahead) % P
-            drawn = zip(rows, draw_all(seed, P, 3, 1 << 16))
-            xs = [x[:, :n].T for n, x in drawn]  # (n, 3), not contiguous
-            x, right, before = xs[rank], xs[source], xs[rank].clone()
-            call = lab.exchange, x, to, source, right.shape, ranks
-            with noted_waits() as waits:
-                mine, traffic = within(5, hint, counted, *call)
-            expect(len(waits) >= 2, f"waits for {len(waits)} of 2 transfers", late)
-            swapped = "this comes from rank `to`: it goes to `to` and comes from `source`"
-            expect_close("what was received", mine, right, 0, {swapped: xs[to]})
-            check_unchanged(x, before)
-            check_traffic(traffic, 1, x.nbytes)
-    return "exact: forward, backward, pairwise, uneven, and in a group of 3; one send each"
+    rank, P = group.rank(), group.size()
+    for ahead, rows, dtype in exchange_cases(P):
+        to, source = (rank + ahead) % P, (rank - ahead) % P
+        drawn = zip(rows, draw_all(seed, P, 3, 1 << 16))
+        xs = [x[:, :n].T.to(dtype) for n, x in drawn]  # (n, 3), not contiguous
+        x, right, before = xs[rank], xs[source], xs[rank].clone()
+        call = lab.exchange, x, to, source, right.shape, group
+        with noted_waits() as waits:
+            mine, traffic = within(5, hint, counted, *call)
+        expect(len(waits) >= 2, f"waits for {len(waits)} of 2 transfers", late)
+        expect(
+            mine.dtype == x.dtype, f"{mine.dtype} is returned for {x.dtype}", "x.new_empty(shape)"
+        )
+        swapped = "this comes from rank `to`: it goes to `to` and comes from `source`"
+        own = "this is the rank's own x, not what it receives"
+        expect_close("what was received", mine, right, 0, {own: x, swapped: xs[to]})
+        check_unchanged(x, before)
+        check_traffic(traffic, 1, x.nbytes)
+    return "exact: forward, backward, pairwise, uneven, in 3 dtypes; one send each"
 
 
 def check_reduce_scatter(lab, group, seed):
@@ -93,7 +100,8 @@ def check_reduce_scatter(lab, group, seed):
             + chunks[rank - 1][rank],
         }
         check_unchanged(x, xs[rank])
-        error = expect_close(f"chunk {rank} of {n} rows", mine, sums[rank], hints=hints)
+        hint = "first send chunk rank - 1; to what comes add your own chunk of that number"
+        error = expect_close(f"chunk {rank} of {n} rows", mine, sums[rank], 1e-5, hints, hint)
         check_traffic(traffic, P - 1, (n - sizes[rank]) * 5 * 4)
     return f"off by {error:.0e}; {P - 1} steps, {1 - 1 / P:.0%} of x sent"
 
@@ -114,7 +122,8 @@ def check_all_gather(lab, group, seed):
             "send on what came last, not the own shard": torch.cat(neighbours),
             "one chunk has not come: P - 1 steps": torch.cat(short),
         }
-        expect_close(f"{n} rows from {P} ranks", mine, torch.cat(right), 0, hints)
+        hint = "what comes in step s is chunk rank - s - 1, of that chunk's size, in that place"
+        expect_close(f"{n} rows from {P} ranks", mine, torch.cat(right), 0, hints, hint)
         check_unchanged(shard, shards[rank])
         check_traffic(traffic, P - 1, (n - sizes[(rank + 1) % P]) * 5 * 4)
     return f"exact; {P - 1} steps, {1 - 1 / P:.0%} of the result sent"
@@ -128,7 +137,7 @@ def check_all_reduce(lab, group, seed):
         dist.all_reduce(total, group=group)
         mine, traffic = counted(lab.ring_all_reduce, x, group)
         check_unchanged(x, xs[rank])
-        error = expect_close(f"the sum of {n} rows", mine, total)
+        error = expect_close(f"the sum of {n} rows", mine, total, hint="the sum of all ranks' x")
         check_traffic(traffic, 2 * (P - 1), (2 * n - sizes[rank] - sizes[(rank + 1) % P]) * 5 * 4)
         results = [torch.empty_like(mine) for _ in range(P)]
         dist.all_gather(results, mine, group=group)
@@ -140,8 +149,8 @@ def check_all_reduce(lab, group, seed):
 
 
 def uneven_rows(P):
-    """[r][c]: how many rows rank r sends to rank c."""
-    return [[1 + (r + 2 * c) % 3 for c in range(P)] for r in range(P)]
+    """[r][c]: how many rows rank r sends to rank c, some none."""
+    return [[(r + 2 * c) % 3 for c in range(P)] for r in range(P)]
 
 
 def check_all_to_all(lab, group, seed):
@@ -160,7 +169,8 @@ def check_all_to_all(lab, group, seed):
         hints = {order: torch.cat(arrived), places: torch.cat(mirrored)}
         if rank == 0:  # there both are the same
             hints = {f"{order}; or {places}": torch.cat(arrived)}
-        expect_close(f"{sum(receives)} rows from {P} ranks", mine, right, 0, hints)
+        hint = "`sends` cuts x, `receives` what comes; what this rank keeps needs no message"
+        expect_close(f"{sum(receives)} rows from {P} ranks", mine, right, 0, hints, hint)
         check_unchanged(x, before)
         check_traffic(traffic, P - 1, (sum(sends) - sends[rank]) * 5 * 4)
     return f"exact, even and uneven; {P - 1} steps, the own rows stay"
@@ -178,7 +188,8 @@ def expect_gradient(function, args, graph, rank, w, rows, hints):
     (mine,), traffic = counted(backward, out, own, w[rank][: len(out)])
     loss = sum((y * weights[: len(y)]).sum() for y, weights in zip(outputs, w))
     (right,) = torch.autograd.grad(loss, inputs[rank])
-    error = expect_close(f"{function.__name__}'s gradient", mine, right, hints=hints)
+    hint = "the sum of what all ranks did with it; nothing is divided"
+    error = expect_close(f"{function.__name__}'s gradient", mine, right, 1e-5, hints, hint)
     check_traffic(traffic, len(inputs) - 1, rows * 5 * 4)
     return error
 
@@ -269,8 +280,10 @@ def check_overlap(lab, group, seed):
     expect("all_reduce" in names, "dx is not summed over the ranks", hint)
     found = f"dx came back before rank {P - 1} had sent its part"
     expect(waited, found, "work.wait() before you return dx")
-    expect_close("dx", dx, sum(g @ w for g, w in zip(grads, weights)))  # all columns together
-    error = expect_close("dw", dw, grads[rank].T @ xs[0])
+    right = sum(g @ w for g, w in zip(grads, weights))  # all columns together
+    mean = {"the sum of the ranks' parts, not the mean": right / P}
+    expect_close("dx", dx, right, 1e-5, mean, "the sum of all ranks' grad @ weight")
+    error = expect_close("dw", dw, grads[rank].T @ xs[0], hint="grad.T @ x, the rank's own")
     for arg, before in zip(args, given):
         check_unchanged(arg, before)
     one = traffic.ops == {"all_reduce": [1, args[0].nbytes]}

@@ -1,15 +1,22 @@
 """Lab 3b's checks: dumps that are read right, programs that no longer hang."""
 
+import copy
 import faulthandler
+import os
+import re
 import tempfile
 import threading
 import time
 from functools import partial
 
 import torch
+from blame import own_line
+from checks.tools import noted_waits, subgroup
 from checks.watching import numbers, on_every_rank
-from harness import LABS, expect, expect_close, load
+from harness import LABS, Wrong, expect, expect_close, load
+from torch.utils._pytree import tree_leaves
 
+SUBGROUP = True  # the group is not the world, and has other rank numbers
 finished = load(LABS / "lab3b_hang.py")  # not the learner's
 PATIENCE = 3  # seconds that a call may wait: a right answer's take milliseconds
 
@@ -48,22 +55,27 @@ def stack_of(program, *args):
 
 
 def check_own_frame(lab, group, seed):
-    """Real dumps: another thread's block comes first; torch's frames lie above the program's."""
+    """Real dumps: torch's frames above the program's, another thread's block before or behind."""
     above, op = 20 + seed % 50, ("send", "barrier", "all_reduce")[seed % 3]
-    library = compiled(LIBRARY.format(op=op), op, "/lib/torch/distributed/distributed_c10d.py")
-    main = compiled("\n" * above + PROGRAM, "main", "/home/me/train.py")
-    stack = stack_of(main, library)
+    path = "/home/me/my job/train.py"
+    library = compiled(LIBRARY.format(op=op), op, f"/lib{path}")
+    main = compiled("\n" * above + PROGRAM, "main", path)
+    blocks = re.split(r"\n(?=Thread 0x)", stack_of(main, library))
     innermost, outermost = (op, above + 3), (op, above + 7)
-    mine = lab.own_frame(stack, "/home/me/train.py")
-    mine = tuple(mine) if isinstance(mine, list) else mine
-    found = f"{mine} of a rank that waits in {op}, called in line {above + 3}"
-    hint = "the first line of the whole dump is another thread's: look at the program's block"
-    expect(not mine or mine[0] not in ("wait", "acquire"), found, hint)
-    hint = f"line {above + 7} is the call of a function of the same file: the innermost comes first"
-    expect(mine != outermost, found, hint)
-    hint = "the function: the block's first line; the line: the first one of the program's file"
-    expect(mine == innermost, found, hint)
-    for text, file in (("", "/home/me/train.py"), (stack, "/home/me/other.py")):
+    for stack in ("\n".join(order) for order in (blocks, blocks[::-1])):
+        mine = lab.own_frame(f"Timeout (0:00:01)!\n{stack}", path)
+        mine = tuple(mine) if isinstance(mine, list) else mine
+        found = f"{mine} of a rank that waits in {op}, called in line {above + 3}"
+        hint = "not the first block, nor the last: the one with a line of the program's file"
+        expect(mine and mine[0] not in ("wait", "acquire"), found, hint)
+        hint = f"line {above + 7} is the call of a function of the same file: the innermost first"
+        expect(mine != outermost, found, hint)
+        hint = "line 3 is of another file, whose path only ends alike: compare whole paths"
+        expect(mine[1] != 3, found, hint)
+        expect(not isinstance(mine[1], str), f"the line is {mine[1]!r}", "a number: int()")
+        hint = "the function: the block's first line; the line: the first one of the program's file"
+        expect(mine == innermost, found, hint)
+    for text, file in (("", path), (stack, "/home/me/other.py")):
         mine = lab.own_frame(text, file)
         expect(mine is None, f"{mine}, and no thread runs the program", "it has returned: None")
     return f"{op}, line {above + 3}, of two threads"
@@ -81,17 +93,20 @@ def check_first_difference(lab, group, seed):
     """Three ranks' records: another op, another size, a rank that never came, entries dropped."""
     draw = torch.randint(4, 9, (8,), generator=torch.Generator().manual_seed(seed)).tolist()
     calls = [("all_reduce", n) for n in draw]
-    full, other, late = record(1, *calls), seed % 8, 3 + seed % 5
+    full, other, late = record(1, *calls), seed % 7, 3 + seed % 5
+    said = [finished.called(entry) for entry in full]
     for what, changed in (("op", ("broadcast", draw[other])), ("size", ("all_reduce", 99))):
-        theirs = record(1, *calls[:other], changed, *calls[other + 1 :])
-        want = other + 1, [finished.called(r[other]) for r in (full, theirs, full)]
+        theirs = record(1, *calls[:other], changed, *calls[other + 1 : -1], ("barrier", 0))
+        want = other + 1, [said[other]] * 2 + [finished.called(theirs[other])]
         hint = {"op": "compare what called() says", "size": "called() has the sizes, too"}[what]
-        expect_difference(lab, [full, theirs, full], want, f"another {what}", hint)
-    never = late + 1, [finished.called(full[late])] * 2 + [None]
+        hint += ", of all ranks, and return at the first number"
+        expect_difference(lab, [full, full, theirs], want, f"another {what}", hint)
+    never = late + 1, [said[late]] * 2 + [None]
     hint = "a record that is shorter: the rank never came to this call, None"
     expect_difference(lab, [full, full, full[:late]], never, "a rank that stopped", hint)
-    never = 1, [None] + [finished.called(full[0])] * 2
-    expect_difference(lab, [[], full, full], never, "an empty record", "it never came to call 1")
+    came = "an empty record: it never came to call 1"
+    expect_difference(lab, [[], full, full], (1, [None] + [said[0]] * 2), "an empty record", came)
+    expect_difference(lab, [[], [], []], None, "no rank has called anything", "None")
     hint = "go by collective_seq_id, not by the place in the list, from the newest of the oldest on"
     expect_difference(lab, [full, full[3:], full], None, "a record without its oldest", hint)
     expect_difference(lab, [full, full, full], None, "three equal records", "None")
@@ -99,62 +114,98 @@ def check_first_difference(lab, group, seed):
 
 
 def expect_difference(lab, records, want, what, hint):
-    """Raise Wrong unless first_difference gives what is wanted."""
+    """Raise Wrong unless first_difference gives what is wanted, and leaves the records alone."""
+    before = copy.deepcopy(records)
     mine = lab.first_difference(records)
     if isinstance(mine, (tuple, list)) and len(mine) == 2:
         mine = mine[0], list(mine[1])
     expect(mine == want, f"{what}: {mine}, not {want}", hint)
+    expect(records == before, f"{what}: the records are changed", "they are the caller's")
 
 
-def expect_no_hang(lab, name, args, group, hint):
-    """What right_NAME returns on this rank; raises Wrong with the diagnosis if it waits in vain."""
-    own = finished.group_with_timeout(list(range(group.size())), PATIENCE)
-    program = getattr(lab, f"right_{name}")
-    seen = finished.watched(program, *args, group=own, seconds=PATIENCE / 2)
-    result = seen.pop("result")
+def expect_no_hang(lab, name, args, group, hint, waits=0):
+    """What right_NAME returns on this rank; raises Wrong with the diagnosis if it waits in vain.
+
+    Nor may it change its arguments, other than a dict's tensors, or wait fewer than so many times.
+    """
+    own, program = subgroup(group, PATIENCE), getattr(lab, f"right_{name}")
+    before = copy.deepcopy(args)
+    with noted_waits() as noted:
+        seen = finished.watched(program, *args, group=own, seconds=PATIENCE / 2)
+    seen["stack"] = re.sub(r".*/checks/tools\.py.*\n", "", seen["stack"])  # noted_waits()
+    result, seen["waits"] = seen.pop("result"), len(noted)
     dumps = on_every_rank(seen, group)
-    hung = any(dump["hung"] for dump in dumps)
-    expect(not hung, f"hangs: {', '.join(finished.diagnosis(dumps, lab.__file__))}", hint)
+    fewest = min((dump["waits"] for dump in dumps if not dump["hung"]), default=waits)
+    lost = "a message that nobody waits for may still be under way: wait() for each"
+    expect(fewest >= waits, f"{fewest} waits for {waits} messages", lost)
+    if any(dump["hung"] for dump in dumps):
+        frames = [finished.own_frame(dump["stack"], lab.__file__) for dump in dumps]
+        lines = [own_line([(lab.__file__, f[1])], lab.__file__, name) if f else "" for f in frames]
+        each = "".join(f"rank {rank} {line}" for rank, line in enumerate(lines) if line)
+        where = "; ".join(finished.diagnosis(dumps, lab.__file__))
+        raise Wrong(f"{each}hangs; {where}", hint)
+    if not isinstance(args[0], dict):
+        pairs = zip(tree_leaves(args), tree_leaves(before), strict=False)
+        same = len(tree_leaves(args)) == len(tree_leaves(before))
+        same = same and all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in pairs)
+        expect(same, "an argument is changed", "in place (-=, pop, append): make a new one")
     return result
 
 
 def check_skipped_collective(lab, group, seed):
-    """Six steps; two batches of rank 1 are not finite, and another one of rank 0."""
-    batches = list(numbers(seed, 6, group.size(), 3, 4))  # of each step: (ranks, n, h)
+    """Seven steps; rank 1 has three batches whose gradient is not finite, and rank 0 another."""
+    batches = list(numbers(seed, 7, group.size(), 3, 4))  # of each step: (ranks, n, h)
     batches[seed % 2][1, 0, 0], batches[3][1, 1, 1], batches[4][0] = torch.inf, torch.nan, torch.inf
+    batches[5][1, :, 2] = 1e30  # finite, but one number of its gradient is not
     weight = numbers(seed + 1, 4)
     mine = [step[group.rank()] for step in batches]
     hint = "whether to leave a step out has to be decided from what all ranks share"
     result = expect_no_hang(lab, "skipped_collective", (mine, weight.clone()), group, hint)
-    right, alone = weight, weight
+    right, alone, mean, until = weight, weight, weight, None
     for step in batches:
         all_of_it = finished.gradient_of(step.flatten(0, 1), right)
-        right = right - finished.RATE * all_of_it if all_of_it.isfinite().all() else right
+        bad = not all(finished.gradient_of(batch, right).isfinite().all() for batch in step)
+        until = right if bad and until is None else until
+        right = right if bad else right - finished.RATE * all_of_it
+        halves = finished.gradient_of(step.flatten(0, 1), mean) / group.size()
+        mean = mean if bad else mean - finished.RATE * halves
         parts = [finished.gradient_of(batch, alone) for batch in step]
-        finite = [part for part in parts if part.isfinite().all()]
-        alone = alone - finished.RATE * sum(finite)
+        alone = alone - finished.RATE * sum(part for part in parts if part.isfinite().all())
     finite = result is not None and result.isfinite().all()
-    expect(finite, f"the weight is {result}", "a gradient that is not finite has been added")
+    hint = "a gradient that is not finite has been added: look at all of it, for inf and nan"
+    expect(finite, f"the weight is {result}", hint)
     hints = {"one rank's gradient was left out: all ranks leave the step out": alone}
-    error = expect_close("the weight", result, right, hints=hints)
-    return f"3 of 6 steps left out by both ranks, weight off by {error:.0e}"
+    hints |= {"the sum over the ranks, not the mean": mean, "the steps behind it count": until}
+    hint = "of a step that one rank leaves out, no rank may add any number"
+    error = expect_close("the weight", result, right, hints=hints, hint=hint)
+    return f"4 of 7 steps left out by both ranks, weight off by {error:.0e}"
+
+
+class Name(str):
+    """A name whose hash is another in each process, as of every str where ranks are started."""
+
+    def __hash__(self):
+        return hash((str(self), os.getpid()))
 
 
 def check_two_orders(lab, group, seed):
     """Each rank has the tensors in an order of its own."""
     rank, names = group.rank(), [f"{kind} {i}" for i in range(3) for kind in ("gradient", "mean")]
+    names = [Name(name) for name in names]
     values = dict(zip(names, numbers(seed, len(names), group.size(), 5)))
     order = names[seed % 3 :] + names[: seed % 3]
     order = order if rank == 0 else [*reversed(order)]
-    ready = {name: values[name][rank].clone() for name in order}
+    tensors = {name: values[name][rank].clone() for name in order}
     hint = "the ranks' calls come in different orders: choose one that is the same on all ranks"
-    expect_no_hang(lab, "two_orders", (ready,), group, hint)
-    for name, (mine, other) in values.items():
-        right = mine + other if name.startswith("gradient") else mine
-        hints = {"statistics are rank 0's, not a sum": mine + other}
-        if not any(torch.allclose(ready[name], x) for x in (right, mine + other)):
-            hints = {"it did not hang, and mixed two tensors: one order for each kind": ready[name]}
-        expect_close(name, ready[name], right, hints=hints)
+    expect_no_hang(lab, "two_orders", (dict(tensors),), group, hint, len(names))
+    for name, (one, other) in values.items():
+        right, mine = one + other if name.startswith("gradient") else one, tensors[name]
+        hints = {"statistics are rank 0's, not a sum": one + other, "a sum, not a mean": right / 2}
+        hints |= {} if right is not one else {"statistics are those of the group's rank 0": other}
+        own = values[name][rank]
+        hints |= {"nothing is added to the tensor that was given: in place, and gradients": own}
+        hint = "it did not hang, and mixed two tensors: one order for each kind"
+        expect_close(name, mine, right, hints=hints, hint=hint)
     return f"{len(names)} tensors in one order, sums and rank 0's right"
 
 
@@ -164,17 +215,21 @@ def check_uneven_batches(lab, group, seed):
         data = [list(numbers(seed + r, sum(ns), 4).split(ns)) for r, ns in enumerate(lengths)]
         weight, counts = numbers(seed + 9, 4), [len(ns) for ns in lengths]
         hint = "agree on the number of steps; a rank that is done takes part with zeros"
-        mine = data[group.rank()], weight.clone()
+        mine = list(data[group.rank()]), weight.clone()
         result = expect_no_hang(lab, "uneven_batches", mine, group, hint)
         repeated = [ds + ds[-1:] * (max(counts) - len(ds)) for ds in data]
+        means = "a mean of the ranks' means, or over the ranks: divide by all sequences"
         hints = {
             "the least number of steps: sequences are lost": (data, min(counts), True),
-            "a mean of the ranks' means: divide by all sequences": (data, max(counts), False),
+            means: (data, max(counts), False),
             "a rank that is done repeats its last batch": (repeated, max(counts), True),
         }
         hints = {text: one_device(weight, *case) for text, case in hints.items()}
         right = one_device(weight, data, max(counts), True)
-        error = expect_close("the weight", result, right, hints=hints)
+        hint = "the sum of all ranks' gradients, divided by the number of all their sequences"
+        finite = result is not None and result.isfinite().all()
+        expect(finite, f"the weight is {result}", "so many steps as the longest, and not one more")
+        error = expect_close("the weight", result, right, hints=hints, hint=hint)
     return f"2 and 4 batches, 3 and none: weight off by {error:.0e}"
 
 
@@ -198,7 +253,7 @@ def check_crossed_messages(lab, group, seed):
         xs = numbers(seed, world, count)
         time.sleep(0.2 * (rank == seed % world))
         hint = "somebody has to receive while somebody sends: isend, or one half receives first"
-        received = expect_no_hang(lab, "crossed_messages", (xs[rank].clone(),), group, hint)
+        received = expect_no_hang(lab, "crossed_messages", (xs[rank].clone(),), group, hint, 2)
         hints = {"that is the next rank's: send to it, and receive from the one before": 1}
         hints |= {"that is the rank's own: wait for what is received": 0}
         hints = {text: xs[(rank + step) % world] for text, step in hints.items()}

@@ -5,6 +5,7 @@ its order is what is judged, never how long something took.
 """
 
 import time
+import weakref
 from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
@@ -13,9 +14,10 @@ import torch
 import torch.distributed as dist
 from checks import buckets
 from checks.link import Link
+from checks.tools import Kept
 from harness import LABS, Wrong, expect, expect_close, load
-from torch.utils._pytree import tree_leaves
 
+SUBGROUP = True  # the group is not the world, and has other rank numbers
 finished = load(LABS / "lab4_overlap.py")  # not the learner's
 
 LATE = 0.1  # seconds that one of the ranks joins each message late
@@ -36,14 +38,7 @@ SP_ORDER = [
 ]
 
 
-# Copied from tp.py
-def split(n, rank, world):
-    """[start, end) of the rank's share of n things: the first n % world ranks hold one more."""
-    base, extra = divmod(n, world)
-    return rank * base + min(rank, extra), (rank + 1) * base + min(rank + 1, extra)
-
-
-def one_device(generator, group, s, b, h, o, way, bias=True):
+def one_device(generator, group, s, b, h, o, way, bias=True, dtype=torch.float32):
     """A linear layer on one device, and what this rank holds of it and should get.
 
     Returns x, weight, bias, dy: this rank's inputs; y, dx, dw, db: what one device gives there;
@@ -51,57 +46,55 @@ def one_device(generator, group, s, b, h, o, way, bias=True):
     """
 
     def randn(*shape):
-        return torch.randn(*shape, generator=generator)
+        return torch.randn(*shape, generator=generator, dtype=dtype)
 
-    x, weight, dy = randn(s, b, h), randn(o, h), randn(s, b, o)
-    offset = randn(o) if bias else torch.zeros(o)
-    start, end = split(o, group.rank(), group.size())
-    weight_shard, dy_shard = weight[start:end].clone(), dy[..., start:end].clone()
-    tokens = slice(None) if way == "TP" else slice(*split(s, group.rank(), group.size()))
+    def own(full, dim=0):
+        return full.tensor_split(group.size(), dim)[group.rank()].clone()
+
+    def tokens(full):
+        return own(full) if way == "SP" else full.clone()
+
+    x, full, dy = randn(s, b, h), randn(o, h), randn(s, b, o)
+    offset = randn(o) if bias else torch.zeros(o, dtype=dtype)
+    weight = own(full)
     return SimpleNamespace(
-        x=x[tokens].clone().requires_grad_(),
-        weight=weight_shard.requires_grad_(),
-        bias=offset[start:end].clone().requires_grad_() if bias else None,
-        dy=dy_shard,
-        y=(x @ weight.T + offset)[..., start:end],
-        dx=(dy @ weight)[tokens],
-        own_dx=(dy_shard @ weight_shard.detach())[tokens],
-        dw=(dy.flatten(0, 1).T @ x.flatten(0, 1))[start:end],
-        db=dy.sum((0, 1))[start:end] if bias else None,
-        gemms={s * b * h: "dgrad", (end - start) * h: "wgrad", s * b * (end - start): "forward"},
+        x=tokens(x).requires_grad_(),
+        weight=weight.clone().requires_grad_(),
+        bias=own(offset).requires_grad_() if bias else None,
+        dy=own(dy, -1),
+        y=own(x @ full.T + offset, -1),
+        dx=tokens(dy @ full),
+        own_dx=tokens(own(dy, -1) @ weight),
+        dw=own(dy.flatten(0, 1).T @ x.flatten(0, 1)),
+        db=own(dy.sum((0, 1))) if bias else None,
+        gemms={s * b * h: "dgrad", weight.numel(): "wgrad", s * b * len(weight): "forward"},
     )
 
 
 def draw_layers(seed, group, way):
-    """Two layers of one_device(), of different uneven sizes, the second without bias.
+    """Layers of one_device(), of uneven sizes: float32, with main_grad and no bias, float64.
 
     A rank has fewer output features than inputs, and fewer of those than tokens: no two GEMMs are
     as large.
     """
     generator = torch.Generator().manual_seed(seed)
     layers = []
-    for bias in True, False:
-        n, h, o = (
-            torch.randint(low, low + 5, (), generator=generator).item() for low in (3, 8, 11)
-        )
-        layers.append(one_device(generator, group, n * group.size(), 2, h, o, way, bias))
+    for dtype in torch.float32, torch.float32, torch.float64:
+        bias = len(layers) != 1
+        sizes = [torch.randint(3, 8, (), generator=generator).item() + more for more in (0, 5, 8)]
+        shape = sizes[0] * group.size(), 2, *sizes[1:]
+        layers.append(one_device(generator, group, *shape, way, bias, dtype))
+    layers[1].weight.main_grad = torch.ones_like(layers[1].weight)
+    layers[1].dw += 1
     return layers
 
 
 def kept_storages(layer, function, group):
     """(y, {address: bytes}) of what function keeps for its backward, the weight's not counted."""
-    kept = []
-
-    def note(tensor):
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with Kept(layer.weight, getattr(layer.weight, "main_grad", layer.weight)) as kept:
         y = function(layer.x, layer.weight, layer.bias, group)
-    kept += [t for t in tree_leaves(list(vars(y.grad_fn).values())) if isinstance(t, torch.Tensor)]
-    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
-    sizes.pop(layer.weight.untyped_storage().data_ptr(), None)
-    return y, sizes
+    kept.note_attributes(y)
+    return y, kept.storages
 
 
 def expect_order(log, wanted):
@@ -120,10 +113,21 @@ def expect_moved(link, nbytes, ops):
     expect(moved == wanted, f"[calls, bytes] moved: {moved}, not {wanted}", "all tokens, once")
 
 
+def weight_gradient_of(layer):
+    """Where the layer's dW is; raises Wrong if it is not there."""
+    main_grad = getattr(layer.weight, "main_grad", None)
+    if main_grad is None:
+        expect(layer.weight.grad is not None, "dW is None", "backward returns it after dx")
+        return layer.weight.grad
+    hint = "hand ctx.main_grad on to weight_gradient(), and return what that returns"
+    expect(layer.weight.grad is None, "a dW is returned beside main_grad", hint)
+    return main_grad
+
+
 def expect_same_as_one_device(layer):
     """Raise Wrong unless y and all gradients are one device's; returns the worst error."""
     named = [("y", layer.out, layer.y), ("dx", layer.x.grad, layer.dx)]
-    named.append(("dW", layer.weight.grad, layer.dw))
+    named.append(("dW", weight_gradient_of(layer), layer.dw))
     if layer.bias is not None:
         named.append(("db", layer.bias.grad, layer.db))
     worst = 0
@@ -141,7 +145,7 @@ def expect_same_as_one_device(layer):
 
 
 def check_layers(function, group, seed, way, order, forward, backward):
-    """Both layers forward, then both backward, one rank late, and only then compared.
+    """All layers forward, then all backward, one rank late, and only then compared.
 
     order: of the backward, as expect_order() takes it; forward, backward: the collectives allowed.
     Returns the worst error and the first layer.
@@ -161,13 +165,16 @@ def check_layers(function, group, seed, way, order, forward, backward):
         with Link(layer.gemms, delay=delay) as link:
             layer.out.backward(layer.dy)
             expect(layer.x.grad is not None, "dx is None", "backward returns it first")
-            expect(layer.weight.grad is not None, "dW is None", "backward returns it after dx")
             early = layer.x.grad.clone()  # before what was not waited for arrives
         expect_order(link.log, order)
         expect_moved(link, shards * layer.x.nbytes, backward)
-        summed = {"every rank's part of dx goes into the sum, before it is returned": layer.own_dx}
-        worst = max(worst, expect_close("dx", early, layer.dx, hints=summed))
-        expect_close("dW", layer.weight.grad, layer.dw)
+        hints = {"every rank's part of dx goes into the sum, before it is returned": layer.own_dx}
+        hints["a sum over the ranks, not a mean"] = layer.dx / group.size()
+        worst = max(worst, expect_close("dx", early, layer.dx, hints=hints))
+        mine, hint = weight_gradient_of(layer), "dy^T x, both of all tokens"
+        if not mine.isfinite().all():
+            hint = "wgrad has read what a message is still writing: is dx in BUFFER, too?"
+        expect_close("dW", mine, layer.dw, hint=hint)
     for layer in layers:  # after the other layer has used the buffer
         worst = max(worst, expect_same_as_one_device(layer))
     return worst, layers[0]
@@ -178,14 +185,15 @@ def check_memory_buffer(lab, group, seed):
     a, b, c = (torch.randint(2, 9, (), generator=generator).item() for _ in range(3))
     buffer = lab.GlobalMemoryBuffer()
 
-    def get(*shape, dtype=torch.float32, name="mpu", of=buffer):
+    def get(*shape, dtype=torch.float32, name="mpu", of=buffer, hint="the key is (name, dtype)"):
         tensor = of.get_tensor(shape, dtype, name)
         expect(isinstance(tensor, torch.Tensor), f"get_tensor returns {type(tensor).__name__}")
         found = f"{tuple(tensor.shape)} {tensor.dtype}, not {shape} {dtype}"
-        expect(tensor.shape == shape and tensor.dtype == dtype, found, "the key is (name, dtype)")
+        expect(tensor.shape == shape and tensor.dtype == dtype, found, hint)
         expect(tensor.is_contiguous(), "it is not contiguous", "a collective wants it so")
         return tensor
 
+    get(a, b, dtype=torch.bfloat16, name="first", hint="allocate it in that dtype")
     first = get(a, b, c).fill_(1)
     small = get(c, b - 1).fill_(2)
     aliased = small.data_ptr() == first.data_ptr()
@@ -193,12 +201,18 @@ def check_memory_buffer(lab, group, seed):
     expect(first.flatten()[0] == 2, "what is written to the second is not seen in the first")
     again = get(c, b, a).data_ptr() == first.data_ptr()
     expect(again, "another shape gets memory of its own", "the key is (name, dtype)")
+    old = buffer.buffer.get(("mpu", torch.float32))
+    found = f"buffer has the keys {[*buffer.buffer]}"
+    expect(old is not None, found, "the key is (name, dtype), the value a flat tensor")
+    old, first, small = weakref.ref(old), None, None
     large = get(a + 1, b, c)
+    expect(old() is None, "the memory that was too small is kept", "only the largest stays")
     held = large.untyped_storage().nbytes()
     expect(held == large.nbytes, f"{held} bytes are held for {large.nbytes}")
     expect(get(a, c).data_ptr() == large.data_ptr(), "it shrinks again", "it only grows")
     others = {
         "another dtype": get(a, b, dtype=torch.bfloat16),
+        "a dtype of the same size": get(a, b, dtype=torch.int32),
         "another name": get(a, b, name="other"),
         "another buffer": get(a, b, of=lab.GlobalMemoryBuffer()),
     }
@@ -217,7 +231,12 @@ def check_accumulation_fusion(lab, group, seed):
     in_bfloat16, before = main_grad.bfloat16(), main_grad.clone()
     x, grad = randn(s, b, h).bfloat16(), randn(s, b, o).bfloat16()
     alone = grad.flatten(0, 1).T @ x.flatten(0, 1)
-    expect_close("dW without main_grad", lab.weight_gradient(grad, x, None), alone, 1e-2)
+    mine, given = lab.weight_gradient(grad, x, None), (grad.clone(), x.clone())
+    expect_close("dW without main_grad", mine, alone, 1e-2, hint="dW (o/P, h) = grad^T x")
+    expect(mine.dtype == x.dtype, f"dW is {mine.dtype}", "without main_grad in the dtype of x")
+    lab.weight_gradient(grad, x, main_grad.clone())
+    same = torch.equal(grad, given[0]) and torch.equal(x, given[1])
+    expect(same, "grad or x is overwritten", "other parts of the backward read them")
     weight.main_grad = main_grad
     for _ in range(batches):  # the same sign in all: as gradients are, and where bfloat16 stalls
         x, grad = randn(s, b, h).abs().bfloat16(), randn(s, b, o).abs().bfloat16()
@@ -229,13 +248,14 @@ def check_accumulation_fusion(lab, group, seed):
         in_bfloat16 += grad.T @ x
     hint = "return None where main_grad got it"
     expect(weight.grad is None, "a gradient tensor is made too", hint)
+    hint = "a sum over all tokens, added to what is there"
     hints = {
         "the product is rounded to bfloat16 before it is added": rounded,
         "it is added up in bfloat16": in_bfloat16.float(),
         "add to what is there": grad.float().T @ x.float(),
         "nothing reached main_grad: work in place": before,
     }
-    error = expect_close("main_grad", main_grad, right.float(), 1e-6, hints=hints)
+    error = expect_close("main_grad", main_grad, right.float(), 1e-6, hints, hint)
     apart = (in_bfloat16.double() - right).norm() / right.norm()
     return f"{batches} microbatches: off by {error:.0e}; added up in bfloat16: {apart:.0e}"
 
@@ -256,8 +276,8 @@ def check_sp_linear(lab, group, seed):
     lab.BUFFER.get_tensor = noting_get_tensor
     moved = ["all_gather"], ["all_gather", "reduce_scatter"]
     error, layer = check_layers(lab.sp_linear, group, seed, "SP", SP_ORDER, *moved)
-    found = f"2 layers, forward and backward, take memory of BUFFER {len(asked)} times"
-    expect(len(asked) >= 4, found, "gather into BUFFER.get_tensor(shape, dtype, 'mpu')")
+    found = f"3 layers, forward and backward, take memory of BUFFER {len(asked)} times"
+    expect(len(asked) >= 6, found, "gather into BUFFER.get_tensor(shape, dtype, 'mpu')")
     kept = f"{layer.x.nbytes} bytes kept of {layer.x.nbytes * group.size()}"
     return f"off by {error:.0e}; {kept}; all-gather under dgrad, reduce-scatter under wgrad"
 

@@ -39,6 +39,8 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
+SUBGROUP = True  # the group is not the world, and has other rank numbers
+
 
 def check_validate_heads(lab, group, seed):
     draw = random.Random(seed)
@@ -231,13 +233,13 @@ def check_llama_plan(lab, group, seed):
 
 CHECKS = {
     "validate_heads": (check_validate_heads, 2),
-    "choose_plan": (check_choose_plan, 1),
-    "translate_hf_plan": (check_translate_hf_plan, 2),
     "all_gather_style": (styles.check_all_gather_style, 2),
-    "rotary_style": (styles.check_rotary_style, 2),
     "qk_norm_style": (styles.check_qk_norm_style, 2),
+    "rotary_style": (styles.check_rotary_style, 2),
     "fused_style": (styles.check_fused_style, 2),
     "llama_plan": (check_llama_plan, 2),
+    "translate_hf_plan": (check_translate_hf_plan, 2),
+    "choose_plan": (check_choose_plan, 1),
 }
 
 

@@ -7,15 +7,15 @@ from contextlib import suppress
 from functools import partial
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from checks.tools import draw_from, expect_traffic
+from checks.tools import draw_from, expect_traffic, subgroup
 from harness import LABS, Traffic, Wrong, expect, expect_close, load
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+SUBGROUP = True  # the group is not the world, and has other rank numbers
 finished = load(LABS / "lab6_lora.py")  # not the learner's
 JOINED, APART, SHARDED = WAYS = finished.WAYS
 all_reduce, share, split = finished.all_reduce, finished.share, finished.split
@@ -72,8 +72,8 @@ def expected_messages(column, way, parallel, tokens, features, rank, world):
 def check_layer(lab, group, seed, column):
     """A layer in every way, TP and SP, r = 4 on 3 ranks and r = 1 on 2."""
     uneven, randn = draw_from(seed)
-    pair = dist.new_group([0, 1])
-    cases, worst = [(group, 4)] + ([(pair, 1)] if group.rank() < 2 else []), 0
+    pair = [(subgroup(group, ranks=[0, 1]), 1)] if group.rank() < 2 else []
+    cases, worst = [(group, 4), *pair], 0
     for (ranks, r), way, parallel in itertools.product(cases, WAYS, (False, True)):
         P, i, o = ranks.size(), uneven(), uneven()
         known = one_device(lab, randn, P * uneven(), i, o, r)
@@ -138,6 +138,7 @@ def row_parallel(known, group, parallel):
     partly = full.scale * (cut(x) @ cut(A).T) @ B.T  # by this rank's part of A
     hints["A's result is a sum over the ranks"] = hints["the adapter is missing"] + partly
     hints["the bias is added on every rank"] = y + (P - 1) * full.bias.detach()
+    hints["the bias is missing"] = y - full.bias.detach()
     hints = {text: tokens(t) for text, t in hints.items()}
     wrong_dx = {"dy is the same on all ranks": P * cut(dx)}
     return cut(x), tokens(dy), (tokens(y), hints), (cut(dx), wrong_dx)
@@ -213,12 +214,17 @@ def check_save_adapter(lab, group, seed):
             adapter = lab.full_adapter(layer)
             for name, shape in layer.shapes.items():
                 mine, right = adapter[name], getattr(one, name).weight.detach()
-                expect_close(f"{way}: {name}, {tuple(shape)}, as saved", mine, right, 0)
+                what, hint = (
+                    f"{way}: {name}, {tuple(shape)}, as saved",
+                    "where it is cut: gather it",
+                )
+                expect_close(what, mine, right, 0, hint=hint)
                 expect(not mine.requires_grad, f"{way}: {name} as saved is trained", "save a copy")
                 own = getattr(layer, name).untyped_storage().data_ptr()
                 shared = mine.untyped_storage().data_ptr() == own
                 expect(not shared, f"{way}: {name} as saved is the parameter", "save a copy")
             x, before = randn(2, uneven(), one.in_features), one.weight.clone()
+            saved = {name: tensor.clone() for name, tensor in adapter.items()}
             y = one(x).detach()
             merged = lab.merge_adapter(one, adapter, one.scale)
             base = F.linear(x, one.weight, one.bias)
@@ -227,6 +233,8 @@ def check_save_adapter(lab, group, seed):
             worst = max(worst, expect_close(f"{way}: merged", merged(x).detach(), y, hints=hints))
             same = torch.equal(one.weight, before)
             expect(same, "merging overwrites the base", "merge into the copy")
+            same = all(torch.equal(saved[name], adapter[name]) for name in saved)
+            expect(same, "merging changes the adapter", "it is the caller's: make a new tensor")
     return f"shards of every way give A and B exactly; merged as one device, off by {worst:.0e}"
 
 

@@ -10,7 +10,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from harness import TorchDispatchMode, Traffic
+from harness import TorchDispatchMode, Traffic, expect
+from torch.utils._pytree import tree_leaves
 
 
 class Link(TorchDispatchMode):
@@ -28,6 +29,7 @@ class Link(TorchDispatchMode):
 
     OPS = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather"}
     OPS |= {"reduce_scatter_tensor": "reduce_scatter"}
+    OPS |= {"all_gather": "all_gather", "reduce_scatter": "reduce_scatter"}  # of lists
     if hasattr(dist, "all_gather_single"):  # their names since torch 2.13
         OPS |= {"all_gather_single": "all_gather", "reduce_scatter_single": "reduce_scatter"}
 
@@ -49,15 +51,20 @@ class Link(TorchDispatchMode):
         self.thread.shutdown()  # what nobody waited for arrives too
         self.patches.close()
 
-    def start(self, collective, op, *args, **kwargs):
+    def start(self, collective, op, /, *args, **kwargs):
         given = inspect.signature(collective).bind(*args, **kwargs).arguments
-        async_op, group = given.pop("async_op", False), given.get("group") or dist.group.WORLD
-        tensors = [tensor for tensor in given.values() if isinstance(tensor, torch.Tensor)]
-        begin, message = time.perf_counter(), max(tensor.nbytes for tensor in tensors)
+        async_op, group = given.pop("async_op", False), given.get("group")
+        expect(group is not None, f"{op} without a group takes all ranks", "pass the group")
+        leaves = [
+            [x for x in tree_leaves(arg) if isinstance(x, torch.Tensor)] for arg in given.values()
+        ]
+        tensors = [each for each in leaves if each]  # what it gives, what it takes
+        begin, message = time.perf_counter(), max(sum(x.nbytes for x in each) for each in tensors)
         factor = 2 if op == "all_reduce" else 1  # it is a reduce-scatter and an all-gather
         wire = factor * message * (group.size() - 1) // group.size()  # bytes that a rank sends
-        if tensors[0].untyped_storage().data_ptr() != tensors[-1].untyped_storage().data_ptr():
-            tensors[0].fill_(torch.nan)
+        first, last = (each[0].untyped_storage().data_ptr() for each in (tensors[0], tensors[-1]))
+        for x in tensors[0] if first != last else []:
+            x.fill_(torch.nan)
 
         def carry():
             begin = time.perf_counter()
@@ -73,9 +80,11 @@ class Link(TorchDispatchMode):
         self.note(f"start {op}", begin)
         if self.mode == "blocking" or not async_op:
             self.wait(op, arrival)
-        return SimpleNamespace(wait=partial(self.wait, op, arrival)) if async_op else None
+        handle = SimpleNamespace(wait=partial(self.wait, op, arrival), is_completed=arrival.done)
+        handle.get_future = lambda: handle
+        return handle if async_op else None
 
-    def wait(self, op, arrival):
+    def wait(self, op, arrival, timeout=None):
         begin = time.perf_counter()
         if self.mode != "unwaited":
             arrival.result()

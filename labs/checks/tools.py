@@ -3,6 +3,7 @@
 import tempfile
 import time
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from harness import expect
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 UNEVEN = 5, 7, 11, 13, 17, 19, 23, 25, 29  # neither 2 nor 3 divides them
 
@@ -30,6 +32,14 @@ def draw_from(seed, group=None):
         return UNEVEN[torch.randint(len(UNEVEN), (), generator=sizes)]
 
     return uneven, partial(torch.randn, generator=numbers)
+
+
+def subgroup(group, seconds=600, ranks=None):
+    """A group of some of a group's ranks, or all; its calls fail after so many seconds."""
+    members = dist.get_process_group_ranks(group)
+    members = members if ranks is None else [members[rank] for rank in ranks]
+    how = {"timeout": timedelta(seconds=seconds), "use_local_synchronization": True}
+    return dist.new_group(members, **how)
 
 
 @contextmanager
@@ -51,14 +61,17 @@ def appears(path, seconds):
 
 @contextmanager
 def noted_waits():
-    """A list to which every work.wait() adds its work."""
-    waits, wait_for = [], dist.Work.wait
+    """A list to which every work.wait(), or the future of it, adds its work."""
+    waits = []
 
-    def noting_wait(work, *args):
-        waits.append(work)
-        return wait_for(work, *args)
+    def noting(method):
+        def noted(work, *args):
+            waits.append(work)
+            return method(work, *args)
 
-    with mock.patch.object(dist.Work, "wait", noting_wait):
+        return mock.patch.object(dist.Work, method.__name__, noted)
+
+    with noting(dist.Work.wait), noting(dist.Work.get_future):
         yield waits
 
 
@@ -74,18 +87,24 @@ class Kept(torch.autograd.graph.saved_tensors_hooks):
     """Counts the bytes that autograd keeps for the backward of what runs inside, each storage once.
 
     Those of parameters are there anyway and not counted. Of a DTensor what this rank holds counts.
+    storages {address: bytes}
     """
 
     def __init__(self, *parameters):
-        self.storages, known = {}, {storage_of(p).data_ptr() for p in parameters}
+        self.storages, self.known = {}, {storage_of(p).data_ptr() for p in parameters}
+        super().__init__(self.note, lambda tensor: tensor)
 
-        def note(tensor):
-            storage = storage_of(tensor)
-            if storage.data_ptr() not in known:
-                self.storages[storage.data_ptr()] = storage.nbytes()
-            return tensor
+    def note(self, tensor):
+        storage = storage_of(tensor)
+        if storage.data_ptr() not in self.known:
+            self.storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
 
-        super().__init__(note, lambda tensor: tensor)
+    def note_attributes(self, out):
+        """Count what an autograd Function has written to its ctx, too: out is its result."""
+        for x in tree_leaves(list(vars(out.grad_fn).values())):
+            if isinstance(x, torch.Tensor):
+                self.note(x)
 
     def __enter__(self):
         super().__enter__()

@@ -1,12 +1,11 @@
 """Lab 3's checks of what one watches in training: the loss, asynchronous results, clocks."""
 
 import time
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from checks.tools import appears, shared_folder
+from checks.tools import appears, shared_folder, subgroup
 from harness import expect, expect_close
 from torch import nn
 
@@ -21,11 +20,6 @@ def on_every_rank(value, group):
     values = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values
-
-
-def short_lived(group, seconds):
-    """A group of the same ranks; its collectives fail after so many seconds instead of hanging."""
-    return dist.new_group(dist.get_process_group_ranks(group), timeout=timedelta(seconds=seconds))
 
 
 def loss_curve(model, optimizer, loss_of, scale, steps):
@@ -98,7 +92,7 @@ def check_adaptive_timing(lab, group, seed):
     ranks, and their median, while each rank's own median is short, and the mean is between.
     """
     rank, calls = group.rank(), [0, 0]
-    inside, shared = short_lived(group, 3), short_lived(group, 6)  # apart: counts may differ
+    inside, shared = subgroup(group, 3), subgroup(group, 6)  # apart: counts may differ
 
     def step():
         calls[0] += 1
@@ -140,10 +134,10 @@ def check_rank_0_clock(lab, group, seed):
     def step():
         begin = time.monotonic()
         if rank > 0:
-            dist.recv(torch.empty(1), rank - 1, group=group)
+            dist.recv(torch.empty(1), group=group, group_src=rank - 1)
             time.sleep(work)
         else:
-            dist.send(torch.ones(1), 1, group=group)
+            dist.send(torch.ones(1), group=group, group_dst=1)
         span[:] = begin, time.monotonic()
 
     dist.barrier(group)  # late by this much, not by what a process took to start

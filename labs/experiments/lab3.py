@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 from checks.lab3 import CHECKS, IGNORE, all_reduce
-from checks.watching import loss_curve, short_lived
+from checks.tools import subgroup
+from checks.watching import loss_curve
 from experiments.attention import Exchange, all_gather, reduce_scatter
 from harness import Traffic, Wrong, on_ranks, table
 from pictures import BLUE, GREY, RED, picture
@@ -213,7 +214,7 @@ def try_all(group, lab, names, seed):
     for name in names:
         rows[name] = row = {}
         for kind in ("wrong", "right"):
-            own = short_lived(group, 20)  # what goes wrong in it stays in it
+            own = subgroup(group, 20)  # what goes wrong in it stays in it
             if group.rank() < RANKS[name]:
                 row[kind] = let_loose(lab, name, kind, own, seed)
     return rows

@@ -10,7 +10,7 @@ from pictures import BLUE, GREY, RED, picture
 
 RANKS = 2
 PATIENCE = 2  # seconds till a call fails; the stack is dumped after half of it
-ASKED = "skipped_collective"  # what the question at the end is about
+ASKED = 7, {0: [2], 1: [1, 4]}  # batches, and of each rank those that are not finite
 NAMES = "skipped_collective", "two_orders", "uneven_batches", "crossed_messages"
 
 
@@ -42,6 +42,18 @@ def run_both(group, lab, name, seed):
     return seen
 
 
+def asked(group, lab, seed):
+    """All ranks' flight records of skipped_collective as the question at the end has it."""
+    count, skipped = ASKED
+    batches = list(numbers(seed + group.rank(), count, 3, 4))
+    for i in skipped[group.rank()]:
+        batches[i][0, 0] = torch.nan
+    own = lab.group_with_timeout(list(range(group.size())), PATIENCE)
+    how = {"group": own, "seconds": PATIENCE}
+    dump = lab.watched(lab.wrong_skipped_collective, batches, numbers(seed + 9, 4), **how)
+    return on_every_rank(dump["record"], group)
+
+
 def line_in(entry, file):
     """The line of the program's file that has made a recorded call."""
     return next((frame["line"] for frame in entry["frames"] if frame["filename"] == file), None)
@@ -69,7 +81,7 @@ def what_they_say(lab, dumps):
 
 
 def experiment(lab, args):
-    """The four programs: {"programs": {name: what_they_say() of its dumps}, "failed"}."""
+    """{"programs": {name: what_they_say() of its dumps}, "asked": where ranks part, "failed"}."""
     source = ["", *Path(lab.__file__).read_text().splitlines()]
     programs, failed = {}, []
     stacks = [["stacks", "rank", "waits in", "line", "its text"]]
@@ -91,36 +103,44 @@ def experiment(lab, args):
             failed.append(f"{name}: the right way hangs")
     table(*stacks)
     table(*records)
-    return {"programs": programs, "failed": failed}
+    records = on_ranks(RANKS, asked, lab, args.seed)[0]
+    return {"programs": programs, "asked": lab.first_difference(records)[0], "failed": failed}
 
 
 def draw(results, path):
-    """A row for each rank: its calls by number, blue where the ranks agree, red from there on."""
-    from matplotlib.patches import Rectangle
+    """A row for each rank: its calls by number, an empty cell for one that never came."""
+    from matplotlib.patches import Patch, Rectangle
 
-    with picture(path, [[name] for name in NAMES], (9, 1.7 * len(NAMES))) as axes:
+    never = {"facecolor": "white", "edgecolor": GREY, "linestyle": "--"}
+    with picture(path, [[name] for name in NAMES], (9, 1.7 * len(NAMES) + 0.5)) as axes:
         for name, said in results["programs"].items():
             axis, part = axes[name], (said["difference"] or [99])[0]
+            longest = max(map(len, said["calls"]))
             for rank, calls in enumerate(said["calls"]):
-                for i, call in enumerate(calls):
+                for i, call in enumerate(calls + ["never came"] * (longest - len(calls))):
                     look = {"facecolor": BLUE if i + 1 < part else RED, "edgecolor": "white"}
-                    axis.add_patch(Rectangle((i, -rank - 0.9), 1, 0.8, **look))
-                    axis.text(i + 0.5, -rank - 0.5, call, color="white", ha="center", va="center")
+                    here = i < len(calls)
+                    look, ink = (look, "white") if here else (never, GREY)
+                    axis.add_patch(Rectangle((i + 0.02, -rank - 0.9), 0.96, 0.8, **look))
+                    axis.text(i + 0.5, -rank - 0.5, call, color=ink, ha="center", va="center")
                 frame = said["frames"][rank]
                 state = f"waits in {frame[0]}" if frame else "has returned"
-                axis.text(len(calls) + 0.1, -rank - 0.5, state, color=GREY, va="center")
+                axis.text(longest + 0.1, -rank - 0.5, state, color="0.35", va="center")
             axis.set(xlim=(0, 6.5), ylim=(-RANKS, 0), xticks=[], title=name.replace("_", " "))
             axis.set_yticks([-rank - 0.5 for rank in range(RANKS)], ["rank 0", "rank 1"])
             axis.spines[["left", "bottom"]].set_visible(False)
             axis.tick_params(length=0)
+        boxes = [Patch(facecolor=BLUE), Patch(facecolor=RED), Patch(**never)]
+        said = "the ranks agree", "they part: another call, or one that waits alone", "never came"
+        axes[NAMES[0]].legend(boxes, said, loc="lower left", bbox_to_anchor=(0, 1.25), ncols=3)
 
 
 PREDICT = (
-    "4 batches a rank, the second of rank 1 is not finite, and rank 1 skips it; then a barrier: "
-    "at which collective do the ranks' flight records part?",
-    "rank 1's third batch is its second call: the records agree up to its third, and then it has "
-    "no batch left",
-    lambda results: results["programs"][ASKED]["difference"][0],
+    "7 batches a rank: rank 0 skips its third, rank 1 its second and its fifth, which are not "
+    "finite; then a barrier: at which collective do the ranks' flight records part?",
+    "rank 0 calls 6 all-reduces, rank 1 calls 5 and then the barrier; up to there the calls look "
+    "alike, of whichever batches they are",
+    lambda results: results["asked"],
 )
 
 

@@ -99,7 +99,7 @@ def families(lab, args):
     except Wrong as wrong:
         _, refused, message = wrong.found.partition("ValueError: ")
         if args.plan and refused:  # the user's plan, not the lab's
-            raise UsageError(message.rpartition(" (in: ")[0]) from None
+            raise UsageError(message) from None
         raise
     if single:
         print(f"\nThe plan of {cases[0][0]}{' with sequence parallelism' if args.sp else ''}")

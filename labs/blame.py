@@ -1,0 +1,100 @@
+"""Which line of a learner's file raised, crashed or waits, and what usually causes that."""
+
+import faulthandler
+import re
+import signal
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch.distributed as dist
+
+MESSAGES = "all_", "broadcast", "reduce", "gather", "scatter", "barrier"
+MESSAGES += "send", "recv", "isend", "irecv", "__init__"  # the last one is P2POp's
+HINTS = {  # {a part of what is said: the cause}
+    "in the default group": "pass group=group: without it torch takes all ranks of the job",
+    "not part of group": "src, dst, peer count in the world: group_src, group_dst, group_peer",
+    "ProcessGroupGloo::": "all_gather fills P times what a rank brings, reduce_scatter a P-th",
+    "non-empty list of Tensors": "there may be none: then there is nothing to do",
+    "has to be contiguous": "x.contiguous() is what can be sent, and received into",
+    "Pair is not connected": "sent to itself? group_src, group_dst, group_peer count in the group",
+    "Wait timeout": "a rank that the group does not have? they count from 0 and go round with % P",
+    "has no attribute 'wait'": "only async_op=True returns a handle",
+    "a gradient different than None": "None where ctx.needs_input_grad is False",
+    "incorrect number of gradients": "one for each argument of forward, None for what has none",
+    "expected shape compatible": "the gradients stand in the order of forward's arguments",
+}
+DEATHS = {
+    "SIGKILL": "out of memory?",
+    "SIGSEGV": "a rank that the group does not have? they count from 0 and go round with % P",
+    "SIGABRT": "the ranks' calls differ: another collective, fewer of them, or other sizes",
+}
+
+
+def hint_at(text):
+    """What usually causes an error with this text, or ""."""
+    return next((hint for part, hint in HINTS.items() if part in text), "")
+
+
+def default_group_refused():
+    """A context in which no message goes without a group; asking for a rank or a size does."""
+    default = dist.distributed_c10d._get_default_group
+
+    def refusing():
+        frame = sys._getframe(1)
+        if frame.f_code.co_name == "_group_or_default_group":
+            frame = frame.f_back
+        name = frame.f_code.co_name
+        if name.startswith(MESSAGES):
+            name = "P2POp" if name == "__init__" else name
+            raise ValueError(f"{name} in the default group, which has more ranks than this one")
+        return default()
+
+    return mock.patch.object(dist.distributed_c10d, "_get_default_group", refusing)
+
+
+def asks_the_world(file):
+    """A hint, if a learner's file asks for a rank or a size without a group, or ""."""
+    asked = re.search(r"get_(rank|world_size)\(\)|dist\.group\.WORLD", Path(file).read_text())
+    return f"{asked[0]} is of the whole job: group, group.rank(), group.size()" if asked else ""
+
+
+def listen(path):
+    """Have this process write its stack to a file when it crashes, or at SIGUSR1."""
+    file = open(path, "w")  # noqa: SIM115 - as long as the process lives
+    faulthandler.enable(file)
+    faulthandler.register(signal.SIGUSR1, file)
+
+
+def own_line(frames, file, exercise):
+    """The line of a learner's file that a rank was in, for a message: 'in "x += y": ', or "".
+
+    frames [(file, line number)], the innermost last. Lines of the exercise go before others.
+    """
+    numbers = [number for name, number in frames if name == file]
+    if not numbers:
+        return ""
+    lines = Path(file).read_text().splitlines()
+
+    def in_exercise(number):
+        markers = re.findall(r"# (?:end )?exercise.*", "\n".join(lines[:number]))
+        return markers[-1:] == [f"# exercise: {exercise}"]
+
+    number = ([number for number in numbers if in_exercise(number)] or numbers)[-1]
+    return f'in "{lines[number - 1].strip()}": '
+
+
+def last_line(folder, file, exercise, rank):
+    """own_line() of the stack that a rank has written."""
+    stack = Path(folder, str(rank)).read_text()
+    frames = re.findall(r'File "(.+)", line (\d+) in', stack)[::-1]
+    return own_line([(name, int(number)) for name, number in frames], file, exercise)
+
+
+def death(process):
+    """(what a process died of, what usually causes that)"""
+    process.join()
+    if process.exitcode >= 0:
+        return f"died, exit code {process.exitcode}", "your code ended the whole process"
+    name = signal.Signals(-process.exitcode).name
+    return f"died of {name}", DEATHS.get(name, "")
