@@ -20,7 +20,7 @@ from types import SimpleNamespace
 
 import torch
 from checks.disk import Disk, Killed, counting
-from checks.lab10 import Alive
+from checks.memory import Alive
 from checks.shards import (
     LAYOUTS,
     SHAPES,

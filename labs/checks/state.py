@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from checks.lab10 import Alive
+from checks.memory import Alive
 from checks.shards import finished, layouts_of, numbers_of, part_of, same, save_with
 from harness import expect
 from torch import nn
