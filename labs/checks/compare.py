@@ -1,5 +1,7 @@
 """How labs 7 to 13 compare: in float64, with a hint, and with copies of what was handed in."""
 
+import inspect
+
 import torch
 from harness import Wrong, expect, expect_close
 
@@ -27,3 +29,19 @@ def attempt(what, hint, function, *args):
             raise
         first = str(problem).partition("\n")[0]
         raise Wrong(f"{what} fails, {type(problem).__name__}: {first}", hint) from problem
+
+
+def drawn(seed, *shape):
+    """Random numbers, the same on every rank."""
+    numbers = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=numbers, dtype=torch.float64)
+
+
+def mistaken(function, *changes):
+    """A finished function with usual mistakes: changes (ours, theirs) are parts of its text."""
+    text, names = inspect.getsource(function), dict(function.__globals__)
+    for ours, theirs in changes:
+        expect(ours in text, f"no {ours} in {function.__name__}")
+        text = text.replace(ours, theirs)
+    exec(text, names)
+    return names[function.__name__]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from checks.compare import close, expect_same
+from checks.compare import close, drawn, expect_same
 from harness import Traffic, expect
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -58,12 +58,6 @@ def tiny(family, experts, k, seed, width=12, **changes):
     for parameter in model.parameters():  # so that no norm is 1 and no two choices are alike
         parameter.data += 0.2 * torch.randn(parameter.shape, dtype=torch.float64)
     return model
-
-
-def drawn(seed, *shape):
-    """Random numbers, the same on every rank."""
-    numbers = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=numbers, dtype=torch.float64)
 
 
 def one_device(model, ids, labels, coefficient):

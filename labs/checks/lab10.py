@@ -11,8 +11,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from checks.compare import attempt, close, expect_same
-from checks.memory import Alive, check_predict, drawn, finished, gradients
+from checks.compare import attempt, close, drawn, expect_same, mistaken
+from checks.memory import Alive, check_predict, finished, gradients
 from harness import Traffic, expect
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -21,29 +21,28 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 IGNORE = finished.IGNORE
 
 
-def loss_hints(logits, labels, targets, chunk):
-    """{hint: the loss that a usual mistake gives} of logits (b, s, v) in chunks."""
-    losses = F.cross_entropy(logits.mT, targets, reduction="none")
-    found, total, count = targets != IGNORE, losses.sum(), (targets != IGNORE).sum()
-    sums = [part.sum() for part in losses.split(chunk, 1)]
-    counts = [part.sum() for part in found.split(chunk, 1)]
-    means = torch.stack([a / n.clamp(min=1) for a, n in zip(sums, counts)]).mean()
-    last = torch.cat([part[:, -1] for part in losses.split(chunk, 1)]).sum()
-    last_count = sum(part[:, -1].sum() for part in found.split(chunk, 1)).clamp(max=count - 1)
-    unshifted = F.cross_entropy(logits.mT, labels)
-    ahead = F.cross_entropy(logits.mT, labels.roll(-1, 1))
-    return {
-        "the target of a token is the next one: shift the labels": unshifted,
-        "the last token has no target: IGNORE, not the sequence's first token": ahead,
-        "divide by the number of targets, not of tokens": total / targets.numel(),
-        "return a mean: divide by the number of targets": total,
-        "add up the chunks' sums, and divide once by all targets: no mean of means": means,
-        "count the shifted targets: a first label is nobody's target": total
-        / (labels != IGNORE).sum(),
-        "shift before you split: a chunk's last token has a target in the next": (total - last)
-        / (count - last_count),
-        "the last chunk is shorter, and counts": (total - sums[-1]) / count,
-    }
+COUNT, SPLIT = "(targets != IGNORE).sum()", "targets.split(size, 1)"
+MEANS = "add up the chunks' sums, and divide once by all targets: no mean of means"
+LOSS = {  # hint: (a part of chunked_loss(), what usually stands there instead), ...
+    "the target of a token is the next one": [("labels[:, 1:], (0, 1)", "labels, (0, 0)")],
+    "the last token has no target: IGNORE, not the sequence's first token": [
+        ("F.pad(labels[:, 1:], (0, 1), value=IGNORE)", "labels.roll(-1, 1)")
+    ],
+    "divide by the number of targets, not of tokens": [(COUNT, "targets.numel()")],
+    "return a mean: divide by the number of targets": [(f" / {COUNT}", "")],
+    "count the shifted targets: a first label is nobody's target": [
+        (COUNT, "(labels != IGNORE).sum()")
+    ],
+    "the last chunk is shorter, and counts": [(SPLIT, f"{SPLIT}[: labels.shape[1] // size]")],
+    MEANS: [
+        (COUNT, f"len({SPLIT})"),
+        ("reentrant=False)", "reentrant=False) / (t != IGNORE).sum().clamp(min=1)"),
+    ],
+    "shift before you split: a chunk's last token has a target in the next": [
+        (COUNT, "sum((t[:, 1:] != IGNORE).sum() for t in labels.split(size, 1)).clamp(min=1)"),
+        (SPLIT, "[F.pad(t[:, 1:], (0, 1), value=IGNORE) for t in labels.split(size, 1)]"),
+    ],
+}
 
 
 def check_chunked_loss(lab, group, seed):
@@ -62,7 +61,9 @@ def follow_chunks(lab, head, b, s, chunk, seed):
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
     logits, before = head(hidden), [labels.clone(), hidden.detach().clone()]
     right = F.cross_entropy(logits.mT, targets)
-    hints = loss_hints(logits.detach(), labels, targets, max(1, chunk // b))
+    call = head, hidden.detach(), labels, chunk
+    usual = {hint: mistaken(finished.chunked_loss, *parts) for hint, parts in LOSS.items()}
+    hints = {hint: wrong(*call).detach() for hint, wrong in usual.items()}
     wanted = gradients(right, [hidden, head.weight])
     what, logits = f"the loss of {b} x {s} tokens in chunks of {chunk}", 8 * 500 * max(chunk, b)
     with Alive() as alive:
@@ -339,16 +340,7 @@ CHECKS = {
 
 def mean_of_means(lab):
     """Each chunk's mean loss, and the mean of these: chunks with few targets count too much."""
-
-    def chunked_loss(head, hidden, labels, chunk):
-        targets = F.pad(labels[:, 1:], (0, 1), value=lab.IGNORE)
-        size, losses = max(1, chunk // len(hidden)), []
-        for h, t in zip(hidden.split(size, 1), targets.split(size, 1)):
-            count = (t != lab.IGNORE).sum().clamp(min=1)
-            losses.append(checkpoint(lab.sum_of_losses, head, h, t, use_reentrant=False) / count)
-        return sum(losses) / len(losses)
-
-    lab.chunked_loss = chunked_loss
+    lab.chunked_loss = mistaken(finished.chunked_loss, *LOSS[MEANS])
 
 
 def tiles_run_thrice(lab):

@@ -159,38 +159,41 @@ def check_experts(lab, group, seed):
         if [lie[i] for i in places.tolist()] == sorted(lie):
             hint = "of one expert the rows stay in the order of ranks: stable=True"
         expect_list(f"{what}: by_expert()", places, right, hint)
-        module = tiny("Qwen3-MoE", max(own, 1), 1, seed).model.layers[0].mlp.experts
-        weights = [w[:own].detach().requires_grad_() for w in module.parameters()]
-        rows = drawn(seed, len(lie), 16).requires_grad_()
-        inputs, dy = [*weights, rows], drawn(seed + 1, len(lie), 16)
-        before = [t.detach().clone() for t in inputs]
-        hint = "each expert has its own number of rows, sizes[e], and its own two matrices"
-        call = rows, arriving.sum(0), *weights
-        mine = attempt(f"{what}: run_experts()", hint, lab.run_experts, *call)
-        expect_same(f"{what}: rows or weights", inputs, before)
-        index = torch.tensor(sorted(lie), dtype=torch.long)[:, None]
-        ones = torch.ones_like(index, dtype=rows.dtype)
-        with Float64():
-            out = module(rows, index, ones) + 0 * rows
-            wanted = gradients(out, dy, [*module.parameters(), rows])
-            halves = module.gate_up_proj.data.chunk(2, 1)
-            module.gate_up_proj.data = torch.cat(halves[::-1], 1)
-            swapped = module(rows, index, ones)
-            plain = module.act_fn
-            module.gate_up_proj.data = torch.cat(halves, 1)
-            module.act_fn = nn.Identity()
-            linear = module(rows, index, ones)
-            module.act_fn = plain
-        hints = {"gate's rows are above up's, and silu is for the gate": swapped.detach()}
-        hints["silu of the gate, times up"] = linear.detach()
-        close(
-            f"{what}: the outputs", mine.detach(), out.detach(), hints, "down(silu(gate x) * up x)"
-        )
-        hint = "also no rows belong to the graph, or the backward's all-to-alls wait for this rank"
-        expect(mine.requires_grad, f"{what}: the output has no gradient", hint)
-        for name, a, b in zip(("gate_up", "down", "rows"), gradients(mine, dy, inputs), wanted):
-            close(f"{what}: the gradient of {name}", a, b if name == "rows" else b[:own])
+        follow_experts(lab, what, own, lie, arriving.sum(0), seed)
     return "Hugging Face's own experts, some without rows, a rank without experts: gradients exact"
+
+
+def follow_experts(lab, what, own, lie, sizes, seed):
+    """Outputs and gradients of `own` experts, against Hugging Face's; lie: each row's expert."""
+    module = tiny("Qwen3-MoE", max(own, 1), 1, seed).model.layers[0].mlp.experts
+    weights = [w[:own].detach().requires_grad_() for w in module.parameters()]
+    rows = drawn(seed, len(lie), 16).requires_grad_()
+    inputs, dy = [*weights, rows], drawn(seed + 1, len(lie), 16)
+    before = [t.detach().clone() for t in inputs]
+    hint = "each expert has its own number of rows, sizes[e], and its own two matrices"
+    call = rows, sizes, *weights
+    mine = attempt(f"{what}: run_experts()", hint, lab.run_experts, *call)
+    expect_same(f"{what}: rows or weights", inputs, before)
+    index = torch.tensor(sorted(lie), dtype=torch.long)[:, None]
+    ones = torch.ones_like(index, dtype=rows.dtype)
+    with Float64():
+        out = module(rows, index, ones) + 0 * rows
+        wanted = gradients(out, dy, [*module.parameters(), rows])
+        halves = module.gate_up_proj.data.chunk(2, 1)
+        module.gate_up_proj.data = torch.cat(halves[::-1], 1)
+        swapped = module(rows, index, ones)
+        plain = module.act_fn
+        module.gate_up_proj.data = torch.cat(halves, 1)
+        module.act_fn = nn.Identity()
+        linear = module(rows, index, ones)
+        module.act_fn = plain
+    hints = {"gate's rows are above up's, and silu is for the gate": swapped.detach()}
+    hints["silu of the gate, times up"] = linear.detach()
+    close(f"{what}: the outputs", mine.detach(), out.detach(), hints, "down(silu(gate x) * up x)")
+    hint = "also no rows belong to the graph, or the backward's all-to-alls wait for this rank"
+    expect(mine.requires_grad, f"{what}: the output has no gradient", hint)
+    for name, a, b in zip(("gate_up", "down", "rows"), gradients(mine, dy, inputs), wanted):
+        close(f"{what}: the gradient of {name}", a, b if name == "rows" else b[:own])
 
 
 BLOCKS = [  # family, experts, k, tokens of each rank: of 2, 3, 4 ranks
@@ -238,8 +241,7 @@ def check_block(lab, world, seed):
             name, grad = own_share(name, grad, held)
             grad = grad[:, mine] if name == "x" else grad
             hint = "through every TakeRows, AllToAll and WeightedSum, with the router's weights"
-            off = close(f"{what}: the gradient of {name}", found[name], grad, None, hint)
-            worst = max(worst, off)
+            worst = max(worst, close(f"{what}: {name}'s gradient", found[name], grad, None, hint))
     return f"2, 3 and 4 ranks against Hugging Face's block: output, gradients off by {worst:.0e}"
 
 

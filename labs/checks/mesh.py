@@ -157,10 +157,8 @@ def usual_norms(model, groups):
 def prove(lab, sizes, microbatches, seed):
     """Two steps of lab's model on this rank of the mesh, one unclipped, one clipped.
 
-    Returns {"errors": {"loss", "gradient norm", parameter: relative error to one device's, of the
-    worse step}, "loss", "norm", "one_device": the same two, "traffic", "expected": {(phase, op,
-    group): [calls, bytes]}, "groups": {name: ranks}, "norms": usual_norms(), "held": numbers, of
-    replicas the share, "whole": the model's, "node"}.
+    Returns a dict; "errors": {"loss", "gradient norm", parameter: relative error to one device's,
+    of the worse step}, "traffic" and "expected": {(phase, op, group): [calls, bytes]}.
     """
     model = tiny_model(sizes["pp"], seed)
     groups = lab.make_groups(sizes, model.config)

@@ -181,11 +181,15 @@ def follow(lab, group, stage, seed, tied, backwards, max_norm=None, watch=None):
                 worst = max(worst, off)
         worst = max(worst, expect_weights(where, units, step.weights, parts))
         expect_messages(where, traffic, wanted)
+    expect_state(optimizer, units, 2 * sum(part.stop - part.start for part in parts))
+    return worst
+
+
+def expect_state(optimizer, units, most):
+    """Raise Wrong unless AdamW's averages of the masters have so many numbers."""
     state = [optimizer.state[unit.master] for unit in units]
     averages = sum(each[key].numel() for each in state for key in ("exp_avg", "exp_avg_sq"))
-    most = 2 * sum(part.stop - part.start for part in parts)
     expect(averages == most, f"{averages} numbers of optimizer state, not {most}")
-    return worst
 
 
 def astray(stage, number, what):

@@ -1,7 +1,8 @@
 """What the finished lab 10 shows: memory over a step, what each means saves and costs, stacked."""
 
 import torch
-from checks.memory import Alive, drawn
+from checks.compare import drawn
+from checks.memory import Alive
 from cli import positive
 from harness import on_ranks, table
 from pictures import BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY, picture
