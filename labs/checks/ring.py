@@ -160,8 +160,8 @@ def watch(lab):
         kinds = [kind for kind, _, _ in events]
         events.append((what, kinds.count("send"), kinds.count("wait")))
 
-    def noting_pass_on(*args):
-        wait = pass_on(*args)
+    def noting_pass_on(*args, **kwargs):
+        wait = pass_on(*args, **kwargs)
         note("send")
 
         def noting_wait():
@@ -170,9 +170,9 @@ def watch(lab):
 
         return noting_wait
 
-    def noting_attend(*args):
+    def noting_attend(*args, **kwargs):
         note("attend")
-        return attend(*args)
+        return attend(*args, **kwargs)
 
     lab.pass_on, lab.attend = noting_pass_on, noting_attend
     return events
