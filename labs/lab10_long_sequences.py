@@ -1,29 +1,34 @@
 """Lab 10. Long sequences: what fills the memory of a training step, and six means against it.
 
-Question: weights and gradients of a model with 1 billion parameters take 5 GB, and yet 40 GB are
-full at 16,000 tokens. What fills the rest, and what can be done without changing one gradient?
+Question: weights and gradients of a model with 1 billion parameters take 4 GB in bfloat16, and yet
+40 GB are full at 16,000 tokens. What fills the rest, and what can be done without changing one
+gradient?
 
 Idea: the backward needs what the forward computed. Keep less of it, and compute it again; or keep
-it elsewhere. N tokens, h hidden, i intermediate, v vocabulary, L layers, numbers (not bytes):
+it elsewhere. N tokens of all sequences, h hidden, i intermediate, v vocabulary, L layers, numbers
+(not bytes); predict_peak() and the notes say where the factors come from:
 
-    what fills the memory             without means      with these means
-    logits, their softmax             ~3 N v             ~3 chunk v      1 the loss in chunks
-    what L layers keep                ~L N (5 h + 4 i)   L N h           recomputing whole layers
-    what one layer recomputes         ~N (5 h + 4 i)     ~tile i         2 tiles of tokens
-    each layer's input                L N h              0               4 inputs on the host
-    the intermediates of attention    ~N 8 h             ~N 8 h / C      6 C chunks of heads
+    what is alive                     without means      with these means
+    logits, softmax, its gradient     3 N v              3 chunk v          1 the loss in chunks
+    what L layers keep                L N (10 h + 4 i)   L N h              recomputing whole layers
+    one layer's backward: its MLP     N (10 h + 7 i)     N 8 h + tile 7 i   2 tiles of tokens
+        or, if that is more, attention                   N 11 h
+    each layer's input                L N h              0                  4 inputs on the host
+    8 h of attention's 11 h           N 8 h              N 8 h / C          6 C chunks of heads
 
 3 is a selective policy, a compromise: what is expensive to compute is kept, all else runs again.
-5 is a prediction of the peak from shapes alone.
+5 is a prediction of the peak from shapes alone. The numbers are those of the lessons below.
 
 Tiles: an MLP treats each token by itself, so a tile of tokens at a time can run, in the forward and
-in the backward, where it runs again first. Each tile's intermediates are freed before the next:
+in the backward, where it runs again first. Each tile's intermediates are freed before the next. A
+tile's tokens are those of all sequences: of each of b sequences tokens // b, 1 at least.
 
     forward    x (b, s, h):  [tile 0] [tile 1] [tile 2]     block(tile) -> y, nothing else is kept
     backward   dy(b, s, h):  [tile 0] [tile 1] [tile 2]     block(tile) again, then its backward;
                                                             the weights' gradients add up
 A layer that is recomputed is run until all that its backward needs is there. So x is kept before
 the tiles run: then the recomputation stops in front of them, and each tile runs twice, not thrice.
+Where grad mode is off (in a Function's forward, in evaluation) autograd keeps nothing at all.
 
 Forward hooks of a module run with it: the gather and the reduce-scatter of a parallel MLP then lie
 inside the tiles, and what is gathered exists for one tile only. Section 5 applies this to any
@@ -91,7 +96,10 @@ def chunked_loss(head, hidden, labels, chunk):
 
 
 class KeepInput(torch.autograd.Function):
-    """x itself; its node keeps x for the backward, where y.grad_fn.saved_tensors returns it."""
+    """x itself; its node keeps x for the backward, where y.grad_fn.saved_tensors returns it.
+
+    save_for_backward() alone keeps it so that a recomputed layer can drop it; an attribute stays.
+    """
 
     @staticmethod
     def forward(ctx, x):
@@ -110,7 +118,8 @@ class KeepInput(torch.autograd.Function):
 class RunTiles(torch.autograd.Function):
     """block(x), a tile of `size` tokens (dim -2) at a time; each tile runs again in the backward.
 
-    keeper: the node of KeepInput that has x.
+    keeper: the node of KeepInput that has x. Intermediates of one tile only are alive at a time, in
+    the backward, too. The block's parameters are no arguments: add to their .grad.
     """
 
     @staticmethod
@@ -142,7 +151,11 @@ class RunTiles(torch.autograd.Function):
 
 
 class Tiled(nn.Module):
-    """Runs a block that treats each token by itself in tiles of `tokens` tokens, hooks included."""
+    """Runs a block that treats each token by itself in tiles, hooks included.
+
+    tokens: of a tile, those of all b sequences together: tokens // b of each, 1 at least. Where all
+    tokens are one tile, the block runs as it is.
+    """
 
     def __init__(self, block, tokens):
         super().__init__()
@@ -174,6 +187,8 @@ EXPENSIVE = (  # operations whose results are kept, by PyTorch's names
 def keep_expensive(row_parallel, context, operation, *args, **kwargs):
     """The policy of selective recomputation: is the result of this operation kept?
 
+    Returns CheckpointPolicy.MUST_SAVE or PREFER_RECOMPUTE; torch takes True or False, too. Kept is
+    what EXPENSIVE names, where grad mode is on (inside tiles it is off, they run again anyhow).
     row_parallel: linears whose products are not kept. args[-1] of a product: the transposed weight.
     """
     # exercise: policy
@@ -191,7 +206,7 @@ def keep_expensive(row_parallel, context, operation, *args, **kwargs):
 def offloaded(hooks, function, *args):
     """checkpoint(function, *args), whose kept inputs are in the host's memory until the backward.
 
-    hooks(): a context; what autograd saves inside it goes to the host.
+    hooks(): a context; what autograd saves inside it goes to the host. Nothing else keeps args.
     """
     # exercise: offloaded
     with hooks():
@@ -255,14 +270,16 @@ def predict_peak(config, tokens, itemsize, recompute, tile=None, chunk=None):
     at the same time, None: of all. The keys of the result:
 
       weights    all parameters; tied embeddings count once
-      kept       what the layers keep: L layers' inputs, or all that L layers save
+      kept       what the layers keep: L layers' inputs (h a token), or these and all that they save
       peak       the larger of what the loss has alive (logits, softmax, gradient: 3 v a token) and
                  what one layer's backward has: all that it saves again, and gradients on top
 
-    A layer saves, in numbers a token: of each norm its normalized input and its output (2 h); q, k,
-    v and attention's output (4 h); the input of the second norm (h); of the MLP gate, silu(gate),
-    up and their product (4 i). The backward of an MLP adds 3 i + h. With tiles the norms and the
-    MLP save 2 h in all, and the backward adds 5 h (attention) or 2 h and, of a tile, 7 i (MLP).
+    A layer saves, in numbers a token: of each of two norms its normalized input and output (4 h);
+    q, k, v and attention's output (4 h); the input of the second norm (h); of the MLP gate,
+    silu(gate), up and their product (4 i): 9 h + 4 i. The MLP's backward adds 3 i + h, attention's
+    less. With tiles norms and MLP save 2 h in all (the first norm's output, the MLP's input), 6 h
+    with attention's 4 h. Then attention's backward adds 5 h, the MLP's 2 h and, of a tile, 7 i: the
+    larger counts.
     """
     # exercise: predict
     h, i, v = config.hidden_size, config.intermediate_size, config.vocab_size

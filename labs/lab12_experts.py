@@ -114,7 +114,8 @@ def sort_choices(experts, count):
     """(order (rows,), sizes (E,)) of experts (n, k), whose n k choices count token by token.
 
     order: the choices' numbers (token x k + place), sorted by expert, and where the expert is the
-    same in the order of tokens. sizes: how many there are of each of `count` experts, also none.
+    same in the order of tokens. sizes: how many there are of each of `count` experts, also none, a
+    tensor of whole numbers as order is.
     A choice of expert number `count` has been dropped: it is in neither.
     """
     # exercise: permutation
@@ -176,7 +177,7 @@ class WeightedSum(torch.autograd.Function):
 
 
 def exchange_sizes(sizes, group):
-    """Tell each rank how many rows it will get: sizes (E,) of this rank -> (P, own).
+    """Tell each rank how many rows it will get: sizes (E,) of this rank -> (P, own), tensors.
 
     Entry (r, e) of the result: how many rows rank r sends to expert e of this rank's own. Ranks
     hold shares(E, P) experts. One collective: only sizes travel here.
@@ -192,7 +193,7 @@ def exchange_sizes(sizes, group):
 
 
 class AllToAll(torch.autograd.Function):
-    """Rows to other ranks: x (sum(sends), h) -> (sum(receives), h).
+    """Rows to other ranks: x (sum(sends), h) -> (sum(receives), h); both are lists of P numbers.
 
     The first sends[0] rows go to rank 0, the next sends[1] to rank 1, ...; rank r sends receives[r]
     rows here, and they stand in the result in the order of the ranks. Any of these may be 0.
@@ -234,9 +235,10 @@ def by_expert(arriving):
 def run_experts(rows, sizes, gate_up, down):
     """down(silu(gate x) * up x) of the expert of each row: rows (m, h) -> (m, h).
 
-    The first sizes[0] rows are expert 0's, ... gate_up (own, 2 i, h): an expert's gate matrix above
-    its up matrix; down (own, h, i). An expert may have no rows, and a rank no expert: the result
-    belongs to the graph all the same, because in the backward every rank joins each all-to-all.
+    sizes (own,): a tensor; the first sizes[0] rows are expert 0's, ... gate_up (own, 2 i, h): an
+    expert's gate matrix above its up matrix; down (own, h, i). An expert may have no rows, and a
+    rank no expert: the result belongs to the graph all the same, because in the backward every rank
+    joins each all-to-all.
     """
     # exercise: experts
     out = [rows[:0]]

@@ -286,15 +286,6 @@ class Unit:
         if self.stage == 3:
             self.free()
 
-    def begin(self):
-        """Begin to gather full, async_op=True: .coming. Nothing if it is here or coming already."""
-        # exercise: prefetch
-        if self.full is None and self.coming is None:
-            vector = self.shard.new_empty(self.group.size() * len(self.shard))
-            how = {"group": self.group, "async_op": True}
-            self.coming = vector, dist.all_gather_into_tensor(vector, self.shard, **how)
-        # end exercise
-
     def gather(self):
         """Have full, awaited, and the parameters views of it. Nothing if they are here already.
 
@@ -306,6 +297,15 @@ class Unit:
             (self.full, work), self.coming = self.coming, None
             work.wait()
             self.lend()
+        # end exercise
+
+    def begin(self):
+        """Begin to gather full, async_op=True: .coming. Nothing if it is here or coming already."""
+        # exercise: prefetch
+        if self.full is None and self.coming is None:
+            vector = self.shard.new_empty(self.group.size() * len(self.shard))
+            how = {"group": self.group, "async_op": True}
+            self.coming = vector, dist.all_gather_into_tensor(vector, self.shard, **how)
         # end exercise
 
     def free(self):

@@ -5,10 +5,12 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import Wrong, expect, expect_close
+from checks.compare import close, drawn, expect_same
+from harness import Traffic, expect
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 EXACT = 1e-10
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 31}
@@ -56,12 +58,6 @@ def tiny(family, experts, k, seed, width=12, **changes):
     for parameter in model.parameters():  # so that no norm is 1 and no two choices are alike
         parameter.data += 0.2 * torch.randn(parameter.shape, dtype=torch.float64)
     return model
-
-
-def drawn(seed, *shape):
-    """Random numbers, the same on every rank."""
-    numbers = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=numbers, dtype=torch.float64)
 
 
 def one_device(model, ids, labels, coefficient):
@@ -118,14 +114,6 @@ def a_case(family, experts, k, seed, rows, length=5, coefficient=0.1):
     return SimpleNamespace(**sizes, length=length, coefficient=coefficient)
 
 
-def same(what, mine, right, hints=None, otherwise=""):
-    """expect_close() of EXACT, with a hint too where the tensor is none of the known wrong ones."""
-    try:
-        return expect_close(what, mine, right, EXACT, hints)
-    except Wrong as wrong:
-        raise Wrong(wrong.found, wrong.hint or otherwise) from None
-
-
 def gradients(y, dy, inputs):
     """Those of the sum of y dy; zeros where y does not depend on an input."""
     return torch.autograd.grad(y, inputs, dy, allow_unused=True, materialize_grads=True)
@@ -151,24 +139,26 @@ def check_rows(lab, what, seed, weights, order):
     tokens[range(rows), order // k] = 1
     choices = torch.zeros(rows, n * k, dtype=x.dtype)
     choices[range(rows), order] = 1
+    before = [t.detach().clone() for t in (x, y, weights)]
     mine, dy = lab.TakeRows.apply(x, order // k), drawn(seed + 5, rows, 4)
-    same(f"{what}: TakeRows", mine, tokens @ x)
+    close(f"{what}: TakeRows", mine, tokens @ x)
     [dx] = gradients(mine, dy, x)
     last = torch.zeros_like(dx)
     last[order // k] = dy
     hints = {"a row that was taken k times has k gradients: add them (index_add)": last}
-    same(f"{what}: TakeRows' gradient", dx, tokens.T @ dy, hints)
+    close(f"{what}: TakeRows' gradient", dx, tokens.T @ dy, hints)
     mine, dy = lab.WeightedSum.apply(y, weights, order), drawn(seed + 6, n, 4)
     right = tokens.T @ (y * (choices @ weights.flatten())[:, None])
     hints = {"times the weight of the choice that the row is for": tokens.T @ y}
     hint = "order[i] // k is row i's token, weights.flatten()[order[i]] its weight"
-    same(f"{what}: WeightedSum", mine, right, hints, hint)
+    close(f"{what}: WeightedSum", mine, right, hints, hint)
     names = "y", "weights"
     found, wanted = (gradients(out, dy, (y, weights)) for out in (mine, right))
     hints = {"dy: of the weighted sum, so times the weight": tokens @ dy}
     for name, a, b in zip(names, found, wanted):
         hint = "a weight's gradient: the product of its row with its token's, summed"
-        same(f"{what}: WeightedSum's gradient of {name}", a, b, hints, hint)
+        close(f"{what}: WeightedSum's gradient of {name}", a, b, hints, hint)
+    expect_same(f"{what}: x, y or weights", [x, y, weights], before)
 
 
 class Dropping(nn.Module):
@@ -211,7 +201,7 @@ def check_dropped_model(lab, group, seed):
         logits, mine = (model(input_ids=ids, use_cache=False).logits for model in (right, ours))
     what = "a model with capacity 0.5"
     hint = "a token that loses its choices gets 0 from the block: the layer adds its input to that"
-    same(f"{what}: logits", mine.detach(), logits.detach(), None, hint)
+    close(f"{what}: logits", mine.detach(), logits.detach(), None, hint)
     logits.backward(dy)
     mine.backward(dy)
     grads = {name: p.grad for name, p in ours.named_parameters()}
@@ -224,3 +214,71 @@ def check_dropped_model(lab, group, seed):
         error = (grads[name] - grad).norm() / torch.maximum(grad.norm(), norm / 1000)
         expect(error <= EXACT, f"{what}: the gradient of {name} is off by {error:.1e}")
     return sum(int(layer.mlp.lost.sum()) for layer in right.model.layers)
+
+
+def follow_balance(lab, group, rank, tokens, layers, k, seed):
+    """The balance losses of this rank's tokens, of so many layers, and their gradient."""
+    count = 6  # none is k: a hint each
+    mine = slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
+    logits = [drawn(seed + i, sum(tokens), count).requires_grad_() for i in range(layers)]
+    own = [part[mine].detach().requires_grad_() for part in logits]
+    with Float64():
+        right = load_balancing_loss_func(tuple(logits), count, k)
+        alone = load_balancing_loss_func(tuple(own), count, k) if tokens[rank] else right * 0
+    terms = [count * part.softmax(-1).sum(0) for part in own]
+    with Traffic() as traffic, Float64():
+        loss = lab.balance_losses(own, k, group)
+    chosen = torch.cat(logits).topk(k, -1).indices.flatten().bincount(minlength=count)
+    shares = chosen.double() / (layers * sum(tokens))
+    wanted = (sum(terms) / layers * shares).sum()
+    what = f"{layers} layers, {k} of {count} experts, {tokens[rank]} tokens: the balance losses"
+    own_shares = "an expert's share is of all ranks' tokens: all-reduce the counts"
+    hints = {own_shares: alone.detach() * tokens[rank]}
+    a_sum = "the sum over this rank's tokens, not their mean"
+    hints |= {a_sum: wanted / max(1, tokens[rank])}
+    hints |= {"the mean over the layers": wanted * layers}
+    hints |= {"share: choices over tokens, so that shares add up to k": wanted / k}
+    hints |= {"E times the sum: even shares then give k": wanted / count}
+    hints |= {"E times, once": wanted * count}
+    hints = {hint: tensor.detach() for hint, tensor in hints.items()}
+    counted = "a share: choices of all layers and of the group's ranks, over all of these tokens"
+    otherwise = counted if loss.isfinite() else a_sum  # a mean of no tokens is not a number
+    close(what, loss.detach(), wanted.detach(), hints, otherwise)
+    total = loss.detach().clone()
+    dist.all_reduce(total, group=group)
+    close(f"{what}, of all ranks", total / sum(tokens), right.detach())
+    found = torch.autograd.grad(loss, own)
+    hint = "the gradient comes by the probabilities; counts have none, whichever rank's"
+    for a, b in zip(found, torch.autograd.grad(right * sum(tokens), logits)):
+        close(f"{what}: the gradient", a, b[mine], None, hint)
+    most = f"{traffic.ops}: one all-reduce of {count} numbers would do"
+    expect(traffic.bytes("all_reduce") <= 8 * count and len(traffic.ops) == 1, most)
+
+
+def follow_averages(lab, seed, group, replicas, everyone, same_experts):
+    """Random gradients of two parameters; everyone, same_experts: the ranks of the two groups."""
+    rank, tokens = dist.get_rank(), [3, 0, 5, 2]
+    every = {r: [drawn(seed + 10 * r + i, 3, 2) for i in range(2)] for r in everyone}
+    parameters = [nn.Parameter(torch.zeros(3, 2, dtype=torch.float64)) for _ in range(2)]
+    for parameter, grad in zip(parameters, every[rank]):
+        parameter.grad = grad.clone()
+    lists = [[parameter] for parameter in parameters]
+    with Float64():
+        lab.average_gradients(*lists, tokens[rank], group, replicas)
+    expect([len(x) for x in lists] == [1, 1], "the caller's lists are changed", "no pop()")
+    dense, expert = parameters
+    total = sum(tokens[r] for r in everyone)
+    right = sum(every[r][0] for r in everyone) / total
+    hints = {"the sum over all ranks": every[rank][0] / total}
+    hints |= {"divide by the number of tokens": right * total}
+    hints |= {"divide by tokens, not by ranks": right * total / len(everyone)}
+    hint = "divide by all ranks' tokens, not by this rank's; over `everyone`, not the whole job"
+    close("a gradient that all ranks have", dense.grad, right, hints, hint)
+    right = sum(every[r][1] for r in same_experts)
+    theirs = sum(tokens[r] for r in same_experts)
+    hint = "divide by the tokens of all ranks: each replica has gradients from its whole group"
+    hints = {hint: right / theirs, f"{hint}. That is all": right / total / 2}
+    mixed = sum(every[r][1] for r in everyone) / total
+    hints |= {"other ranks have other experts: sum over the replicas alone": mixed}
+    hints |= {"divide an expert's, too": right}
+    close("an expert's gradient", expert.grad, right / total, hints, hint)

@@ -218,7 +218,9 @@ def check_score(lab, group, seed):
             speeds = [rng.uniform(1, 10) for _ in range(rng.randint(2, 6))]
             runs += [(case, speed * rng.uniform(0.75, 1.3), speed) for speed in speeds]
         rng.shuffle(runs)
+        before = list(runs)
         right, mine = finished.score(runs), lab.score(runs)
+        expect(runs == before, "score() changes the list of runs", "sorted(), not sort()")
         expect(isinstance(mine, dict), f"score is {type(mine).__name__}, not a dict")
         expect(set(mine) == set(right), f"score has {sorted(mine)}, not {sorted(right)}")
         slow = [(case, 1 / p, 1 / m) for case, p, m in runs]
@@ -237,7 +239,9 @@ def check_waiting(lab, group, seed):
         a, b = rng.uniform(0.2, 2), rng.uniform(0.1, 1)
         runs = [(rng.choice([16, 32, 64]), rng.choice([2, 4, 8, 16])) for _ in range(20)]
         runs = [(m, p, a * m + b * (p - 1) + rng.uniform(-noise, noise)) for m, p in runs]
+        before = list(runs)
         right, mine = finished.waiting(runs), lab.waiting(runs)
+        expect(runs == before, "waiting() changes the list of runs", "a list of its own")
         all_stages = finished.waiting([(m, p + 1, seconds) for m, p, seconds in runs])
         kind = f"waiting returns {mine}"
         expect(isinstance(mine, tuple | list) and len(mine) == 2, kind, "return (a, b)")

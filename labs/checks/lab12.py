@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from checks.compare import attempt, close, expect_same
 from checks.experts import (
     EXACT,
     Float64,
@@ -16,20 +17,19 @@ from checks.experts import (
     check_dropped_model,
     check_rows,
     drawn,
+    follow_averages,
+    follow_balance,
     gradients,
     kept_choices,
     members,
     model_errors,
     own_share,
-    same,
     subgroups,
     tiny,
 )
 from checks.tools import expect_traffic
-from checks.zero import attempt
 from harness import LABS, Traffic, expect, load
 from torch import nn
-from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 finished = load(LABS / "lab12_experts.py")  # not the learner's
 split = finished.split
@@ -56,8 +56,10 @@ def check_routing(lab, group, seed):
         x, dy = drawn(seed, 9, 16).requires_grad_(), drawn(seed + 1, 9, k)
         with Float64():
             logits, right, chosen = gate(x)
-            found = lab.route(F.linear(x, gate.weight), k, renormalise)
-        both = isinstance(found, tuple) and len(found) == 2
+            mine = F.linear(x, gate.weight)
+            found = lab.route(mine, k, renormalise)
+        expect_same("logits", [mine], [logits])
+        both = isinstance(found, tuple | list) and len(found) == 2
         expect(both, "route() does not return a pair", "(weights, experts)")
         weights, experts = found
         what = f"{family}, {k} of 7 experts, renormalise={renormalise}"
@@ -70,26 +72,30 @@ def check_routing(lab, group, seed):
         else:
             shared = "softmax over all E experts, and the k largest as they are: no sum of 1"
             hints[shared] = plain / plain.sum(-1, keepdim=True)
-        same(f"{what}: weights", weights, right, hints)
+        close(f"{what}: weights", weights, right, hints)
         hint = "the router learns through the weights: no detach()"
         expect(weights.requires_grad, f"{what}: the weights have no gradient", hint)
         [mine], [right] = gradients(weights, dy, x), gradients(right, dy, x)
-        same(f"{what}: the gradient", mine, right, None, hint)
+        close(f"{what}: the gradient", mine, right, None, hint)
     return "Hugging Face's own routers, Mixtral's and Qwen3-MoE's: choices, weights, gradients"
 
 
 def check_permutation(lab, group, seed):
-    for n, k, count in (7, 2, 5), (1, 3, 4), (0, 2, 3), (6, 1, 9):
+    for n, k, count in (7, 2, 5), (1, 3, 4), (0, 2, 3), (6, 1, 9), (60, 2, 3):
         weights, experts = some_choices(seed + n, n, k, count)
         dropped = drawn(seed + 2, n, k) > 0.8
         experts = experts.masked_fill(dropped, count)
         flat = experts.flatten().tolist()
         right = [c for _, c in sorted((e, c) for c, e in enumerate(flat) if e < count)]
         what = f"{n} tokens, {k} of {count} experts, {sum(e == count for e in flat)} dropped"
+        before = experts.clone()
         order, sizes = lab.sort_choices(experts, count)
+        expect_same(f"{what}: experts", [experts], [before])
         hint = "one for each expert, 0 where it has none; dropped choices are not counted"
         expect_list(f"{what}: sizes", sizes, [flat.count(e) for e in range(count)], hint)
         hint = "choices' numbers, sorted by expert (stable: tokens in order), without dropped ones"
+        if sorted(order.tolist()) == sorted(right):
+            hint = "sorted by expert, and of one expert in the order of tokens: stable=True"
         expect_list(f"{what}: order", order, right, hint)
         check_rows(lab, what, seed, weights, torch.tensor(right, dtype=torch.long))
     return "stable, with empty experts, dropped choices and no tokens: rows, sums, gradients exact"
@@ -102,11 +108,14 @@ def check_all_to_all(lab, world, seed):
         table[1] = 0  # a rank without tokens
         start, end = split(count, rank, P)
         with Traffic() as traffic:
-            hint = "an all-to-all of the sizes: rank r gets those of its experts, from every rank"
-            what, call = f"{P} ranks, {count} experts", (table[rank].clone(), group)
+            hint = (
+                "an all-to-all of sizes: rank r gets those of its experts, from every rank of group"
+            )
+            what, call = f"{P} ranks, {count} experts", (sizes := table[rank].clone(), group)
             arriving = attempt(f"{what}: exchange_sizes()", hint, lab.exchange_sizes, *call)
         expect_list(f"{what}: sizes", arriving, table[:, start:end].tolist(), hint)
         expect_all_to_all(f"{what}: sizes", traffic, 8 * count)
+        expect_same(f"{what}: sizes", [sizes], [table[rank]])
         rows = torch.stack([t[slice(*split(count, r, P))].sum() for t in table for r in range(P)])
         rows = rows.view(P, P)  # (from, to)
         xs = [drawn(seed + r, int(rows[r].sum()), 3) for r in range(P)]
@@ -116,13 +125,16 @@ def check_all_to_all(lab, world, seed):
         x, sends, receives = xs[rank].requires_grad_(), rows[rank].tolist(), rows[:, rank].tolist()
         with Traffic() as traffic:
             call = lab.AllToAll.apply, x, sends, receives, group
-            mine = attempt(f"{what}: AllToAll", "output sizes: receives; input: sends", *call)
+            mine = attempt(
+                f"{what}: AllToAll", "output sizes: receives; input: sends; group=group", *call
+            )
         right = torch.cat([parts[rank] for parts in cut])
-        same(f"{what}: rows", mine.detach(), right.detach())
+        hint = "the first sends[0] rows go to rank 0; what comes stands in the order of ranks"
+        close(f"{what}: rows", mine.detach(), right.detach(), None, hint)
         expect_all_to_all(f"{what}: rows", traffic, x.nbytes)
         hint = "a gradient goes back where its row came from: the sizes are swapped"
         [dx] = attempt(f"{what}: the backward", hint, gradients, mine, dys[rank], x)
-        same(f"{what}: the gradient", dx, torch.cat([parts[rank] for parts in back]), None, hint)
+        close(f"{what}: the gradient", dx, torch.cat([parts[rank] for parts in back]), None, hint)
     return "2, 3 and 4 ranks, uneven, none, a rank without experts: sizes, rows, gradients exact"
 
 
@@ -135,7 +147,7 @@ def expect_all_to_all(what, traffic, right):
 
 
 def check_experts(lab, group, seed):
-    for ranks, own, most in (3, 4, 4), (2, 1, 3), (2, 3, 1), (3, 0, 1):
+    for ranks, own, most in (3, 4, 4), (2, 1, 3), (2, 3, 1), (3, 0, 1), (3, 3, 30):
         numbers = torch.Generator().manual_seed(seed)
         arriving = torch.randint(most, (ranks, own), generator=numbers)
         arriving[:, 1:2] = 0  # an expert without rows
@@ -143,27 +155,45 @@ def check_experts(lab, group, seed):
         right = sorted(range(len(lie)), key=lie.__getitem__)
         what = f"{len(lie)} rows of {ranks} ranks for {own} experts"
         hint = "they lie rank by rank, a rank's by expert: which expert is each for? Then argsort"
-        expect_list(f"{what}: by_expert()", lab.by_expert(arriving), right, hint)
-        module = tiny("Qwen3-MoE", max(own, 1), 1, seed).model.layers[0].mlp.experts
-        weights = [w[:own].detach().requires_grad_() for w in module.parameters()]
-        rows = drawn(seed, len(lie), 16).requires_grad_()
-        inputs, dy = [*weights, rows], drawn(seed + 1, len(lie), 16)
-        mine = lab.run_experts(rows, arriving.sum(0), *weights)
-        index = torch.tensor(sorted(lie), dtype=torch.long)[:, None]
-        ones = torch.ones_like(index, dtype=rows.dtype)
-        with Float64():
-            out = module(rows, index, ones) + 0 * rows
-            wanted = gradients(out, dy, [*module.parameters(), rows])
-            halves = module.gate_up_proj.data.chunk(2, 1)
-            module.gate_up_proj.data = torch.cat(halves[::-1], 1)
-            swapped = module(rows, index, ones)
-        hints = {"gate_up has gate's rows above up's": swapped.detach()}
-        same(f"{what}: the outputs", mine.detach(), out.detach(), hints)
-        hint = "also no rows belong to the graph, or the backward's all-to-alls wait for this rank"
-        expect(mine.requires_grad, f"{what}: the output has no gradient", hint)
-        for name, a, b in zip(("gate_up", "down", "rows"), gradients(mine, dy, inputs), wanted):
-            same(f"{what}: the gradient of {name}", a, b if name == "rows" else b[:own])
+        places = lab.by_expert(arriving)
+        if [lie[i] for i in places.tolist()] == sorted(lie):
+            hint = "of one expert the rows stay in the order of ranks: stable=True"
+        expect_list(f"{what}: by_expert()", places, right, hint)
+        follow_experts(lab, what, own, lie, arriving.sum(0), seed)
     return "Hugging Face's own experts, some without rows, a rank without experts: gradients exact"
+
+
+def follow_experts(lab, what, own, lie, sizes, seed):
+    """Outputs and gradients of `own` experts, against Hugging Face's; lie: each row's expert."""
+    module = tiny("Qwen3-MoE", max(own, 1), 1, seed).model.layers[0].mlp.experts
+    weights = [w[:own].detach().requires_grad_() for w in module.parameters()]
+    rows = drawn(seed, len(lie), 16).requires_grad_()
+    inputs, dy = [*weights, rows], drawn(seed + 1, len(lie), 16)
+    before = [t.detach().clone() for t in inputs]
+    hint = "each expert has its own number of rows, sizes[e], and its own two matrices"
+    call = rows, sizes, *weights
+    mine = attempt(f"{what}: run_experts()", hint, lab.run_experts, *call)
+    expect_same(f"{what}: rows or weights", inputs, before)
+    index = torch.tensor(sorted(lie), dtype=torch.long)[:, None]
+    ones = torch.ones_like(index, dtype=rows.dtype)
+    with Float64():
+        out = module(rows, index, ones) + 0 * rows
+        wanted = gradients(out, dy, [*module.parameters(), rows])
+        halves = module.gate_up_proj.data.chunk(2, 1)
+        module.gate_up_proj.data = torch.cat(halves[::-1], 1)
+        swapped = module(rows, index, ones)
+        plain = module.act_fn
+        module.gate_up_proj.data = torch.cat(halves, 1)
+        module.act_fn = nn.Identity()
+        linear = module(rows, index, ones)
+        module.act_fn = plain
+    hints = {"gate's rows are above up's, and silu is for the gate": swapped.detach()}
+    hints["silu of the gate, times up"] = linear.detach()
+    close(f"{what}: the outputs", mine.detach(), out.detach(), hints, "down(silu(gate x) * up x)")
+    hint = "also no rows belong to the graph, or the backward's all-to-alls wait for this rank"
+    expect(mine.requires_grad, f"{what}: the output has no gradient", hint)
+    for name, a, b in zip(("gate_up", "down", "rows"), gradients(mine, dy, inputs), wanted):
+        close(f"{what}: the gradient of {name}", a, b if name == "rows" else b[:own])
 
 
 BLOCKS = [  # family, experts, k, tokens of each rank: of 2, 3, 4 ranks
@@ -190,12 +220,14 @@ def check_block(lab, world, seed):
         ours = lab.ExpertParallel(block, group)
         own = x[:, mine].detach().requires_grad_()
         what = f"{family}, {count} experts on {P} ranks with {tokens} tokens"
-        hint = "on the way back sends and receives change places"
+        hint = "sizes are this call's; on the way back sends and receives change places"
+        with Float64():
+            attempt(what, hint, ours, own.detach()[:, : tokens[rank] // 2])  # then other sizes
         with Float64(), Traffic() as traffic:
             out = attempt(what, hint, ours, own)
         hint = "rows come rank by rank: by_expert() before the experts, its argsort() behind them"
         hints = {"each row times the router's weights": plain[None].detach()}
-        same(f"{what}: the output", out.detach(), right[:, mine].detach(), hints, hint)
+        close(f"{what}: the output", out.detach(), right[:, mine].detach(), hints, hint)
         parameters = {"x": own, **dict(ours.named_parameters())}
         with traffic:
             grads = attempt(what, hint, gradients, out, dy[:, mine], [*parameters.values()])
@@ -208,7 +240,8 @@ def check_block(lab, world, seed):
         for name, grad in wanted.items():
             name, grad = own_share(name, grad, held)
             grad = grad[:, mine] if name == "x" else grad
-            worst = max(worst, same(f"{what}: the gradient of {name}", found[name], grad))
+            hint = "through every TakeRows, AllToAll and WeightedSum, with the router's weights"
+            worst = max(worst, close(f"{what}: {name}'s gradient", found[name], grad, None, hint))
     return f"2, 3 and 4 ranks against Hugging Face's block: output, gradients off by {worst:.0e}"
 
 
@@ -225,7 +258,7 @@ def check_bytes(lab, world, seed):
                 finished.ExpertParallel(block, group).mix(x, *routed[rank]).sum().backward()
             what = f"rank {rank} of {P} with choices {choices.tolist()}"
             mine = lab.message_bytes(choices, rank, 16, 8)
-            pair = isinstance(mine, tuple) and len(mine) == 2
+            pair = isinstance(mine, tuple | list) and len(mine) == 2
             expect(pair, f"message_bytes() returns {mine}", "(message, wire)")
             held = slice(*split(count, rank, P))
             stay = int(choices[rank, held].sum())
@@ -245,68 +278,25 @@ def check_bytes(lab, world, seed):
     return "2, 3 and 4 ranks, with and without a capacity: message bytes as counted, to the byte"
 
 
-def check_balance(lab, group, seed):
-    rank, tokens, count = group.rank(), [3, 0, 5, 4], 6  # none is k: a hint each
-    mine = slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
-    for layers, k in (1, 1), (3, 2):
-        logits = [drawn(seed + i, sum(tokens), count).requires_grad_() for i in range(layers)]
-        own = [part[mine].detach().requires_grad_() for part in logits]
-        with Float64():
-            right = load_balancing_loss_func(tuple(logits), count, k)
-            alone = load_balancing_loss_func(tuple(own), count, k) if tokens[rank] else right * 0
-        terms = [count * part.softmax(-1).sum(0) for part in own]
-        with Traffic() as traffic, Float64():
-            loss = lab.balance_losses(own, k, group)
-        chosen = torch.cat(logits).topk(k, -1).indices.flatten().bincount(minlength=count)
-        shares = chosen.double() / (layers * sum(tokens))
-        wanted = (sum(terms) / layers * shares).sum()
-        what = f"{layers} layers, {k} of {count} experts, {tokens[rank]} tokens: the balance losses"
-        own_shares = "an expert's share is of all ranks' tokens: all-reduce the counts"
-        hints = {own_shares: alone.detach() * tokens[rank]}
-        a_sum = "the sum over this rank's tokens, not their mean"
-        hints |= {a_sum: wanted / max(1, tokens[rank])}
-        hints |= {"the mean over the layers": wanted * layers}
-        hints |= {"share: choices over tokens, so that shares add up to k": wanted / k}
-        hints = {hint: tensor.detach() for hint, tensor in hints.items()}
-        otherwise = "" if loss.isfinite() else a_sum  # a mean of no tokens is not a number
-        same(what, loss.detach(), wanted.detach(), hints, otherwise)
-        total = loss.detach().clone()
-        dist.all_reduce(total, group=group)
-        same(f"{what}, of all ranks", total / sum(tokens), right.detach())
-        found = torch.autograd.grad(loss, own)
-        hint = "the gradient comes by the probabilities; counts have none, whichever rank's"
-        for a, b in zip(found, torch.autograd.grad(right * sum(tokens), logits)):
-            same(f"{what}: the gradient", a, b[mine], None, hint)
-        most = f"{traffic.ops}: one all-reduce of {count} numbers would do"
-        expect(traffic.bytes("all_reduce") <= 8 * count and len(traffic.ops) == 1, most)
-    return "4 ranks, one without tokens: Hugging Face's aux_loss and its gradient, one all-reduce"
+def check_balance(lab, world, seed):
+    for group, rank, P in members(subgroups()):
+        for layers, k in (1, 1), (3, 2):
+            follow_balance(lab, group, rank, [3, 0, 5, 4][-P:], layers, k, seed + P)
+    return (
+        "2, 3, 4 ranks, one without tokens: Hugging Face's aux_loss, its gradient, one all-reduce"
+    )
 
 
 def check_gradients(lab, group, seed):
-    rank, tokens = group.rank(), [3, 0, 5, 2]
-    everyone = range(4)
-    experts_group, replicas = finished.make_groups(4, 2)
-    same_experts = [r for r in everyone if r % 2 == rank % 2]
-    every = {r: [drawn(seed + 10 * r + i, 3, 2) for i in range(2)] for r in everyone}
-    parameters = [nn.Parameter(torch.zeros(3, 2, dtype=torch.float64)) for _ in range(2)]
-    for parameter, grad in zip(parameters, every[rank]):
-        parameter.grad = grad.clone()
-    dense, expert = parameters
-    with Float64():
-        lab.average_gradients([dense], [expert], tokens[rank], group, replicas)
-    total = sum(tokens)
-    right = sum(every[r][0] for r in everyone) / total
-    hints = {"the sum over all ranks": every[rank][0] / total}
-    hints |= {"divide by the number of tokens": right * total}
-    hint = "divide by all ranks' tokens, not by this rank's"
-    same("a gradient that all ranks have", dense.grad, right, hints, hint)
-    right = sum(every[r][1] for r in same_experts)
-    theirs = sum(tokens[r] for r in same_experts)
-    hint = "divide by the tokens of all ranks: each replica has gradients from its whole group"
-    hints = {hint: right / theirs, f"{hint}. That is all": right / total / 2}
-    mixed = sum(every[r][1] for r in everyone) / total
-    hints |= {"other ranks have other experts: sum over the replicas alone": mixed}
-    same("an expert's gradient", expert.grad, right / total, hints, hint)
+    rank = group.rank()
+    _, replicas = finished.make_groups(4, 2)
+    follow_averages(lab, seed, group, replicas, range(4), range(rank % 2, 4, 2))
+    pairs, alone = (
+        [dist.new_group(ranks) for ranks in sets]
+        for sets in ([[0, 3], [1, 2]], [[0], [1], [2], [3]])
+    )
+    inside = [0, 3] if rank in (0, 3) else [1, 2]
+    follow_averages(lab, seed, pairs[rank in (1, 2)], alone[rank], inside, [rank])
     worst = 0
     for case, parallel in (
         (a_case("Qwen3-MoE", 5, 2, seed, [2, 0, 1, 3]), 2),
@@ -320,9 +310,15 @@ def check_gradients(lab, group, seed):
 
 
 def check_capacity(lab, group, seed):
-    for n, k, count, capacity in (9, 2, 4, 3), (6, 1, 5, 1), (0, 2, 3, 1), (4, 2, 3, 9):
+    for n, k, count, capacity in (
+        (9, 2, 4, 3),
+        (6, 1, 5, 1),
+        (0, 2, 3, 1),
+        (4, 2, 3, 9),
+        (3, 2, 2, 3),
+    ):
         weights, experts = some_choices(seed, n, k, count)
-        before, hint = experts.clone(), "fewer tokens than that: all stay"
+        before, hint = [weights.clone(), experts.clone()], "fewer tokens than that: all stay"
         what = f"{n} tokens, {k} of {count} experts, capacity {capacity}: experts"
         found = attempt(what, hint, lab.drop, weights, experts, count, capacity)
         kept = kept_choices(weights, experts, count, capacity)
@@ -331,7 +327,7 @@ def check_capacity(lab, group, seed):
             experts.masked_fill(~torch.tensor(keep, dtype=torch.bool).view(n, k), count).tolist()
             for keep in (kept, first)
         )
-        expect(torch.equal(experts, before), f"{what}: the input was overwritten")
+        expect_same(f"{what}: weights or experts", [weights, experts], before)
         hint = f"of each expert's choices the {capacity} with the largest weights stay"
         hint += ", not the first" if found.tolist() == early else ""
         expect_list(what, found, right, f"{hint}; the others get the number {count}")
@@ -341,6 +337,7 @@ def check_capacity(lab, group, seed):
 
 CHECKS = {
     "routing": (check_routing, 1),
+    "capacity": (check_capacity, 2),
     "permutation": (check_permutation, 1),
     "all_to_all": (check_all_to_all, 4),
     "experts": (check_experts, 1),
@@ -348,7 +345,6 @@ CHECKS = {
     "bytes": (check_bytes, 4),
     "balance": (check_balance, 4),
     "gradients": (check_gradients, 4),
-    "capacity": (check_capacity, 2),
 }
 
 

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 
 import torch
 from checks.disk import Disk, Killed, counting
-from checks.lab10 import Alive
+from checks.memory import Alive
 from checks.shards import (
     LAYOUTS,
     SHAPES,
@@ -106,8 +106,9 @@ def check_overlap(lab, group, seed):
 
 def check_owners(lab, group, seed):
     for kind, world in LAYOUTS:
-        layouts = layouts_of(kind, SHAPES, world)
-        found, right = lab.owners(layouts), finished.owners(layouts)
+        layouts, before = (layouts_of(kind, SHAPES, world) for _ in "ab")
+        found, right = lab.owners(layouts), finished.owners(before)
+        expect(layouts == before, "owners() changes the layouts", "no pop(): they are save()'s")
         what = f"{kind} on {world} ranks"
         expect(isinstance(found, dict), f"{what}: owners() returns {type(found).__name__}")
         for (name, shard), rank in right.items():
@@ -132,8 +133,7 @@ def check_owners(lab, group, seed):
 
 
 def check_write(lab, group, seed):
-    full = drawn(seed, {"a.weight": (3, 5), "b": (7,), "c/step": ()}, torch.float32)
-    full["b"] = full["b"].to(torch.bfloat16)
+    full = drawn(seed, {"a.weight": (3, 5), "b": (7,), "c/step": ()})
     kinds = {name: (finished.DTYPE_NAMES[x.dtype], tuple(x.shape)) for name, x in full.items()}
     alive, most = weakref.WeakSet(), []
 
@@ -151,17 +151,8 @@ def check_write(lab, group, seed):
         data = path.read_bytes()
         disk.lose_power()
         kept = path.read_bytes() if path.exists() else b""
-    size = int.from_bytes(data[:8], "little")
+    size, header = header_of(data)
     found = found if isinstance(found, dict) else {}
-    hint = "the length of the header, 8 bytes, little-endian, with the spaces behind it"
-    expect(0 < size < len(data), f"the file begins with the number {size}", hint)
-    try:
-        header = json.loads(data[8 : 8 + size])
-    except ValueError:
-        raise Wrong(f"bytes 8 to {8 + size} are no JSON", hint) from None
-    expect(size % 8 == 0, f"the header has {size} bytes", "spaces until 8 divides its length")
-    meta = header.pop("__metadata__", None)
-    expect(meta == {"format": "pt"}, f"__metadata__ is {meta}", "HF refuses a file without it")
     expect(list(header) == list(full), f"the header has {list(header)}, not {list(full)}")
     end, hint = 0, "data_offsets count bytes from behind the header: [begin, end] of each"
     for name, x in full.items():
@@ -180,6 +171,21 @@ def check_write(lab, group, seed):
     hint = "flush, os.fsync(file.fileno()) before it is closed; sync_folder(parent) for its name"
     expect(kept == data, "a power failure behind it leaves no whole file", hint)
     return f"a header of {size} bytes, {end} bytes of numbers, one tensor at a time, on the disk"
+
+
+def header_of(data):
+    """(bytes of the header, {name: what it says}) of a file in the format of safetensors."""
+    size = int.from_bytes(data[:8], "little")
+    hint = "the length of the header, 8 bytes, little-endian, with the spaces behind it"
+    expect(0 < size < len(data), f"the file begins with the number {size}", hint)
+    try:
+        header = json.loads(data[8 : 8 + size])
+    except ValueError:
+        raise Wrong(f"bytes 8 to {8 + size} are no JSON", hint) from None
+    expect(size % 8 == 0, f"the header has {size} bytes", "spaces until 8 divides its length")
+    meta = header.pop("__metadata__", None)
+    expect(meta == {"format": "pt"}, f"__metadata__ is {meta}", "HF refuses a file without it")
+    return size, header
 
 
 def check_save(lab, group, seed):
@@ -254,9 +260,9 @@ def check_fill(lab, group, seed):
             index = finished.read_index(folder)
             for rank, layout in enumerate(layouts_of(to, large, count)):
                 tensors = {
-                    n: torch.full((len(numbers_of(s)),), torch.nan) for n, s in layout.items()
+                    n: torch.full((len(numbers_of(s)),), torch.nan, dtype=full[n].dtype)
+                    for n, s in layout.items()
                 }
-                tensors = {name: x.double() for name, x in tensors.items()}
                 what = f"{kind} on {world} ranks to {to} on {count}, rank {rank}"
                 tracemalloc.start()
                 with counting() as read, Alive() as alive:
@@ -303,6 +309,12 @@ def check_verify(lab, group, seed):
                 known = isinstance(found, str) and str(path) in found and "\n" not in found
                 expect(known, f"a file that is {what}: {found}", hint)
             expect(read.most <= 256, f"{read.most} bytes at once", "blocks of BLOCK bytes")
+    check_mismatch(lab, index, full)
+    return "missing, short, damaged, foreign: the file; a name, shape or dtype that does not fit"
+
+
+def check_mismatch(lab, index, full):
+    """What fits is None, what does not is named."""
     layout = layouts_of("tp", SHAPES, 2)[0]
     tensors = {name: part_of(full[name], shard) for name, shard in layout.items()}
     expect(lab.mismatch(index, tensors, layout) is None, "mismatch() of what fits is not None")
@@ -317,7 +329,6 @@ def check_verify(lab, group, seed):
         hint = "its name, full shape and dtype: is each what the index has?"
         known = isinstance(found, str) and name in found.replace(":", " ").split()
         expect(known, f"{name} does not fit, and mismatch() gives {found}", hint)
-    return "missing, short, damaged, foreign: the file; a name, shape or dtype that does not fit"
 
 
 CHECKS = {

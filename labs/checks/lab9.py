@@ -13,13 +13,14 @@ from functools import partial
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
+from checks.compare import attempt, expect_same
 from checks.tools import noted_waits
 from checks.zero import (
     EXACT,
     SIZES,
     STEPS,
     TOKENS,
-    attempt,
     expect_equal,
     expect_messages,
     expected_bytes,
@@ -27,9 +28,11 @@ from checks.zero import (
     follow,
     follow_both,
     loss_of,
+    own_pair,
     shard_of,
     start,
     unit_parameters,
+    watch_layers,
 )
 from harness import Traffic, Wrong, expect, expect_close
 from torch import nn
@@ -40,16 +43,19 @@ from transformers import LlamaConfig, LlamaForCausalLM
 def check_flat(lab, group, seed):
     torch.manual_seed(seed)
     for world, shapes in (3, [(2, 3), (1,)]), (4, [(1,)]), (2, [(4,), (2, 2)]), (1, [(5,)]):
-        tensors = [torch.randn(shape).movedim(0, -1) for shape in shapes]
+        kind = (torch.float32, torch.bfloat16, torch.float64)[world % 3]
+        tensors = [torch.randn(shape).movedim(0, -1).to(kind) for shape in shapes]
         numbers = torch.cat([t.flatten() for t in tensors])
         size, c = len(numbers), -(-len(numbers) // world)
         zeros = numbers.new_zeros(world * c - size)
         name = f"flatten() of {size} numbers for {world} ranks"
-        mine = lab.flatten(tensors, world)
+        mine, before = lab.flatten(tensors, world), [x.clone() for x in tensors]
+        expect(mine.dtype == kind, f"{name} is {mine.dtype}, not {kind}", "zeros of their dtype")
         hint = f"{world} shards of {c}: zeros up to that behind the numbers"
         shape = tuple(mine.shape)
         expect(shape == (world * c,), f"{name} has shape {shape}, not ({world * c},)", hint)
         expect_equal(name, mine, torch.cat([numbers, zeros]), {}, hint)
+        expect_same("a tensor", tensors, before)
         own = mine.data_ptr() not in [t.data_ptr() for t in tensors]
         expect(own, f"{name} shares memory with a tensor", "a new vector, also of one tensor")
         for rank in range(world):
@@ -97,7 +103,7 @@ def expect_memory(lab, config, sizes, tokens):
     """Raise Wrong unless memory() has every part right, on any rank of any world."""
     parts = "parameters", "gradients", "optimizer", "gathered", "activations"
     worlds = [(world, rank) for world in (1, 2, 3, 5) for rank in range(world)]
-    for (world, rank), stage, width in itertools.product(worlds, range(4), (4, 8)):
+    for (world, rank), stage, width in itertools.product(worlds, range(4), (2, 8)):
         c = [(n + -n % world) // world for n in sizes]
         own = sum(last - first for first, last in (shard_of(n, rank, world) for n in sizes))
         right = [sum(c) * (world if stage < 3 else 1), sum(c) * (world if stage < 2 else 1)]
@@ -131,13 +137,14 @@ def memory_hint(part, found, sizes, world, c):
 
 def check_predict_messages(lab, group, seed):
     number = drawn(seed)
-    for world, backwards, width in (2, 1, 4), (3, 2, 8), (4, 3, 4), (1, 1, 4):
+    for world, backwards, width in (2, 1, 4), (3, 2, 8), (4, 3, 2), (1, 1, 4):
         sizes = [number(50, 99)] + [number(100, 200)] * number(2, 5)
-        once = width * sum(n + -n % world for n in sizes)
+        once, given = width * sum(n + -n % world for n in sizes), list(sizes)
         for stage in range(4):
             right = expected_bytes(sizes, world, stage, backwards, width)
             found = lab.messages(sizes, world, stage, backwards, width)
             what = f"ZeRO-{stage} on {world} ranks, {backwards} backwards: {found}, not {right}"
+            expect(sizes == given, "the caller's sizes are changed", "no pop()")
             same = isinstance(found, dict) and set(found) == set(right)
             expect(same, what, "only the collectives that are used, by their names")
             hint = "each unit with its padding"
@@ -256,49 +263,19 @@ def check_zero3(lab, group, seed):
     return f"{follow_both(lab, group, 3, seed)}; each layer freed, and gathered again"
 
 
-def watch_layers(model, layers, waits):
-    """(wrong, begun), filled while the model runs: [(found, hint)], the gathers under way.
-
-    While a layer computes its weights are there, and its neighbour's gather has begun and is not
-    awaited: it is not among waits.
-    """
-    wrong, begun = [], []
-
-    def look(i, other, phase):
-        there = {j for j, u in enumerate(layers) if u.full is not None or u.coming is not None}
-        where, coming = f"{phase}: while layer {i} computes", None
-        if other in range(len(layers)):
-            coming = layers[other].coming
-        if layers[i].full is None:
-            wrong.append((f"{where} its weights are not there", "gather() first"))
-        elif there - {i, other}:
-            kept = f"{where} layers {sorted(there)} are gathered"
-            wrong.append((kept, "free() behind the forward; begin() one neighbour, no more"))
-        elif other in there and (not coming or any(w is coming[1] for w in waits)):
-            awaited = f"{where} layer {other}'s gather has been awaited"
-            wrong.append((awaited, "begin() returns at once; gather() waits, in its turn"))
-        elif coming:
-            begun.append(coming[1])
-        elif other in range(len(layers)):
-            late = f"{where} layer {other}'s gather has not begun"
-            wrong.append((late, "begin() the neighbour's before this layer's work"))
-
-    for i, layer in enumerate(model.model.layers):
-        layer.self_attn.register_forward_pre_hook(lambda *_, i=i: look(i, i + 1, "forward"))
-
-        def at_output(module, args, y, i=i):
-            y.register_hook(lambda _: look(i, i - 1, "backward"))
-
-        layer.mlp.register_forward_hook(at_output)
-    return wrong, begun
-
-
 def check_prefetch(lab, group, seed):
+    begun = [follow_prefetch(lab, each, seed) for each in (group, own_pair(group))][0]
+    worst = follow(lab, group, 3, seed, True, 2)
+    return f"{begun} gathers begun while a neighbour computes; off by {worst:.0e} in {STEPS} steps"
+
+
+def follow_prefetch(lab, group, seed):
+    """How many gathers begin while a neighbour computes; raises Wrong."""
     model, units, _ = start(lab, group, 3, seed, True)
     ids = torch.randint(30, (1, TOKENS))
     with noted_waits() as waits, Traffic() as traffic:
         wrong, begun = watch_layers(model, units[1:], waits)
-        units[0].begin()
+        attempt("begin()", "the shard's length times the ranks of self.group", units[0].begin)
         units[0].begin()
         work = (units[0].coming or [None])[-1]
         hint = "coming is (full, work): async_op=True returns the work at once"
@@ -315,12 +292,18 @@ def check_prefetch(lab, group, seed):
     expect(not lost, f"{len(lost)} gathers are never awaited", "gather() waits for begin()'s work")
     wanted = expected_bytes([unit.size for unit in units], group.size(), 3, 1)
     expect_messages("a forward and backward", traffic, wanted)
-    worst = follow(lab, group, 3, seed, True, 2)
-    seen = f"{len(begun)} gathers begun while a neighbour computes"
-    return f"{seen}; off by {worst:.0e} after {STEPS} steps"
+    return len(begun)
 
 
 def check_clip(lab, group, seed):
+    for each in group, own_pair(group):
+        follow_clip(lab, each, seed + dist.get_process_group_ranks(each)[0])
+    worst = max(follow(lab, group, stage, seed, True, 1, max_norm=0.05) for stage in (1, 2, 3))
+    return f"the same norm on every rank; {STEPS} clipped steps, weights off by {worst:.0e}"
+
+
+def follow_clip(lab, group, seed):
+    """The norm and the clipped gradients of three units, in each stage."""
     rank, world = group.rank(), group.size()
     numbers = torch.Generator().manual_seed(seed)
     for stage, small in itertools.product(range(4), (False, True)):
@@ -344,7 +327,8 @@ def check_clip(lab, group, seed):
         hints |= {"squares add up over the units, norms do not": of_units}
         hints |= {"the root of the sum of squares": right.square()}
         hints |= {"in stage 0 every rank has all gradients": right * world**0.5}
-        expect_close(name, torch.as_tensor(norm).reshape(()).double(), right, EXACT, hints)
+        mine, where = torch.as_tensor(norm).reshape(()).double(), "summed over units[0].group"
+        expect_equal(name, mine, right, hints, f"{where}, not over the whole job")
         expect_messages(f"ZeRO-{stage}, clip()", traffic, {"all_reduce": 8} if stage else {})
         scale = limit / (right + 1e-6)
         for i, (unit, grad) in enumerate(zip(units, given)):
@@ -352,8 +336,6 @@ def check_clip(lab, group, seed):
             hints = {"small gradients stay as they are": grad * scale} if small else hints
             what = f"ZeRO-{stage}: gradient {i} of norm {right:.1f}, limit {limit:.1f},"
             expect_close(what, unit.master.grad, grad * (1 if small else scale), EXACT, hints)
-    worst = max(follow(lab, group, stage, seed, True, 1, max_norm=0.05) for stage in (1, 2, 3))
-    return f"the same norm on every rank; {STEPS} clipped steps, weights off by {worst:.0e}"
 
 
 CHECKS = {
@@ -363,8 +345,8 @@ CHECKS = {
     "zero1": (check_zero1, 3),
     "zero2": (check_zero2, 4),
     "zero3": (check_zero3, 4),
-    "prefetch": (check_prefetch, 3),
-    "clip": (check_clip, 3),
+    "prefetch": (check_prefetch, 4),
+    "clip": (check_clip, 4),
 }
 
 

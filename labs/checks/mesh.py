@@ -86,9 +86,9 @@ class Ledger(TorchDispatchMode):
         for function, phase in self.PHASES.items():
             setattr(lab, function, partial(self.begin, phase, getattr(lab, function)))
 
-    def begin(self, phase, function, *args):
+    def begin(self, phase, function, *args, **kwargs):
         self.phase = phase
-        return function(*args)
+        return function(*args, **kwargs)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         with Traffic() if func.namespace == "c10d" else nullcontext() as traffic:
@@ -157,11 +157,8 @@ def usual_norms(model, groups):
 def prove(lab, sizes, microbatches, seed):
     """Two steps of lab's model on this rank of the mesh, one unclipped, one clipped.
 
-    Returns {"errors": {"loss", "gradient norm", parameter: relative error to one device's, of the
-    worse step}, "loss", "norm", "one_device": the same two, "traffic", "expected": {(phase, op,
-    group): [calls, bytes]}, "groups": {name: ranks}, "norms": usual_norms(), "held": numbers, of
-    replicas the share, "whole": the model's, "node"}.
-    """
+    "errors": of the worse step, of {"loss", "gradient norm", parameters}, relative to one device's;
+    "traffic" and "expected": {(phase, op, group): [calls, bytes]}."""
     model = tiny_model(sizes["pp"], seed)
     groups = lab.make_groups(sizes, model.config)
     cut = copy.deepcopy(model)

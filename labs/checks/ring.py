@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from checks.compare import expect_same
 from checks.tools import noted_waits
 from harness import LABS, Traffic, Wrong, expect, expect_close, load
 
@@ -34,11 +35,6 @@ def last_ranks(group):
     return [(P, g) for P, g in enumerate(groups, 1) if group.rank() >= world - P]
 
 
-def expect_unchanged(names, given, before):
-    same = all(map(torch.equal, given, before))
-    expect(same, f"{names} is overwritten", "work on a new tensor")
-
-
 def check_pass_on(lab, group, seed):
     rings = last_ranks(group)
     asides = dict(last_ranks(group))  # the same ranks by other connections
@@ -63,7 +59,7 @@ def check_pass_on(lab, group, seed):
         hints["this is what was sent: receive into a tensor of its own"] = blocks[rank]
         expect_close("what arrived", arrived, blocks[rank - 1], 0, hints)
         expect_sent("pass_on", traffic, before.nbytes if P > 1 else 0)
-        expect_unchanged("x", blocks[rank : rank + 1], [before])
+        expect_same("x", blocks[rank : rank + 1], [before])
         dist.barrier(ring)
     return f"1 to {group.size()} ranks, any length: from rank - 1 to rank + 1; begun, then awaited"
 
@@ -164,8 +160,8 @@ def watch(lab):
         kinds = [kind for kind, _, _ in events]
         events.append((what, kinds.count("send"), kinds.count("wait")))
 
-    def noting_pass_on(*args):
-        wait = pass_on(*args)
+    def noting_pass_on(*args, **kwargs):
+        wait = pass_on(*args, **kwargs)
         note("send")
 
         def noting_wait():
@@ -174,9 +170,9 @@ def watch(lab):
 
         return noting_wait
 
-    def noting_attend(*args):
+    def noting_attend(*args, **kwargs):
         note("attend")
-        return attend(*args)
+        return attend(*args, **kwargs)
 
     lab.pass_on, lab.attend = noting_pass_on, noting_attend
     return events
@@ -209,7 +205,7 @@ def check_ring_forward(lab, group, seed):
             sent_on = what != "attend" or sent > min(arrived, P - 2)
             found = f"attend() on {P} ranks with {sent} blocks sent, {arrived} awaited"
             expect(sent_on, found, "pass_on(), then attend(), then wait")
-        expect_unchanged("q, k or v", given, before)
+        expect_same("q, k or v", given, before)
     seen = f"{P - 1} sends, {nbytes} bytes, before the work that hides them"
     return f"1 to {P} ranks, GQA, uneven: off by {worst:.0e}; {seen}"
 
@@ -243,6 +239,6 @@ def check_ring_backward(lab, group, seed):
         nbytes = sum(block_bytes(case, r) * (1 + (r != following)) for r in range(P) if P > 1)
         hint = "P - 1 times K and V, P times their gradient"
         expect_sent(f"the backward of {P} ranks", traffic, nbytes, hint)
-        expect_unchanged("dout", [dout], [before])
+        expect_same("dout", [dout], [before])
     seen = f"{2 * P - 1} sends, {nbytes} bytes"
     return f"1 to {P} ranks, GQA, uneven: dq, dk, dv off by {worst:.0e}; {seen}"

@@ -9,6 +9,7 @@ from harness import LABS, expect, load
 
 finished = load(LABS / "lab13_checkpoints.py")
 SHAPES = {"embedding": (7, 4), "q": (6, 4), "o": (4, 10), "norm": (4,), "head": (5, 4), "step": ()}
+OF_BYTES = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16}
 LAYOUTS = [("tp", 2), ("tp", 3), ("pp", 2), ("zero3", 3), ("ulysses", 2), ("one", 1)]
 
 
@@ -53,9 +54,11 @@ def layouts_of(kind, shapes, world):
     return [layout_of(kind, shapes, rank, world) for rank in range(world)]
 
 
-def drawn(seed, shapes, dtype=torch.float64):
-    numbers = torch.Generator().manual_seed(seed)
-    return {n: torch.randn(s, generator=numbers, dtype=dtype) for n, s in shapes.items()}
+def drawn(seed, shapes):
+    """Random tensors {name: tensor}, of 8, 4 and 2 bytes a number in turn."""
+    numbers, turns = torch.Generator().manual_seed(seed), itertools.cycle((8, 4, 2))
+    found = {name: torch.randn(shape, generator=numbers) for name, shape in shapes.items()}
+    return {name: x.to(OF_BYTES[next(turns)]) for name, x in found.items()}
 
 
 def save_with(lab, folder, full, kind, world, backwards=False):

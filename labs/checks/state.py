@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from checks.lab10 import Alive
+from checks.memory import Alive
 from checks.shards import finished, layouts_of, numbers_of, part_of, same, save_with
 from harness import expect
 from torch import nn
@@ -41,11 +41,8 @@ def check_optimizer(lab, group, seed):
             model.loss(seed + step).backward()
             optimizer.step()
 
-    (right, right_adam), (model, adam), (later, later_adam) = (
-        built(seed),
-        built(seed),
-        built(seed + 9),
-    )
+    starts = seed, seed, seed + 9
+    (right, right_adam), (model, adam), (later, later_adam) = map(built, starts)
     train(right, right_adam, range(6))
     train(model, adam, range(3))
     state, fresh = lab.training_state(model, adam), lab.training_state(later, later_adam)

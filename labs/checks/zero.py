@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from harness import LABS, Traffic, Wrong, expect, expect_close, load
+from checks.compare import attempt, close
+from harness import LABS, Traffic, expect, expect_close, load
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -15,6 +16,7 @@ finished = load(LABS / "lab9_zero.py")  # not the learner's
 loss_of = finished.loss_of
 
 EXACT = 1e-9
+expect_equal = partial(close, tolerance=EXACT)
 SIZE = "a collective's input or output is P times the other; a gradient is missing"
 STEPS, RATE, TOKENS = 3, 1e-2, 12
 SIZES = {"hidden_size": 20, "intermediate_size": 27, "num_hidden_layers": 3, "vocab_size": 37}
@@ -179,30 +181,15 @@ def follow(lab, group, stage, seed, tied, backwards, max_norm=None, watch=None):
                 worst = max(worst, off)
         worst = max(worst, expect_weights(where, units, step.weights, parts))
         expect_messages(where, traffic, wanted)
-    state = [optimizer.state[unit.master] for unit in units]
-    averages = sum(each[key].numel() for each in state for key in ("exp_avg", "exp_avg_sq"))
-    most = 2 * sum(part.stop - part.start for part in parts)
-    expect(averages == most, f"{averages} numbers of optimizer state, not {most}")
+    expect_state(optimizer, units, 2 * sum(part.stop - part.start for part in parts))
     return worst
 
 
-def attempt(what, hint, function, *args):
-    """function(*args); an error inside becomes Wrong, with a hint."""
-    try:
-        return function(*args)
-    except (RuntimeError, AttributeError, TypeError, ValueError) as problem:
-        if isinstance(problem, NotImplementedError):
-            raise
-        first = str(problem).partition("\n")[0]
-        raise Wrong(f"{what} fails, {type(problem).__name__}: {first}", hint) from problem
-
-
-def expect_equal(what, mine, right, hints, otherwise):
-    """expect_close() of EXACT, with a hint too where the tensor is none of the known wrong ones."""
-    try:
-        return expect_close(what, mine, right, EXACT, hints)
-    except Wrong as wrong:
-        raise Wrong(wrong.found, wrong.hint or otherwise) from None
+def expect_state(optimizer, units, most):
+    """Raise Wrong unless AdamW's averages of the masters have so many numbers."""
+    state = [optimizer.state[unit.master] for unit in units]
+    averages = sum(each[key].numel() for each in state for key in ("exp_avg", "exp_avg_sq"))
+    expect(averages == most, f"{averages} numbers of optimizer state, not {most}")
 
 
 def astray(stage, number, what):
@@ -227,6 +214,49 @@ def expect_weights(what, units, weights, parts):
             hint = "the own shard is right, the others are not: every rank needs all shards in full"
             expect_equal(f"{what}: unit {i} after publish()", full, right, {}, hint)
     return worst
+
+
+def watch_layers(model, layers, waits):
+    """(wrong, begun), filled while the model runs: [(found, hint)], the gathers under way.
+
+    While a layer computes its weights are there, and its neighbour's gather has begun and is not
+    awaited: it is not among waits.
+    """
+    wrong, begun = [], []
+
+    def look(i, other, phase):
+        there = {j for j, u in enumerate(layers) if u.full is not None or u.coming is not None}
+        where, coming = f"{phase}: while layer {i} computes", None
+        if other in range(len(layers)):
+            coming = layers[other].coming
+        if layers[i].full is None:
+            wrong.append((f"{where} its weights are not there", "gather() first"))
+        elif there - {i, other}:
+            kept = f"{where} layers {sorted(there)} are gathered"
+            wrong.append((kept, "free() behind the forward; begin() one neighbour, no more"))
+        elif other in there and (not coming or any(w is coming[1] for w in waits)):
+            awaited = f"{where} layer {other}'s gather has been awaited"
+            wrong.append((awaited, "begin() returns at once; gather() waits, in its turn"))
+        elif coming:
+            begun.append(coming[1])
+        elif other in range(len(layers)):
+            late = f"{where} layer {other}'s gather has not begun"
+            wrong.append((late, "begin() the neighbour's before this layer's work"))
+
+    for i, layer in enumerate(model.model.layers):
+        layer.self_attn.register_forward_pre_hook(lambda *_, i=i: look(i, i + 1, "forward"))
+
+        def at_output(module, args, y, i=i):
+            y.register_hook(lambda _: look(i, i - 1, "backward"))
+
+        layer.mlp.register_forward_hook(at_output)
+    return wrong, begun
+
+
+def own_pair(group):
+    """Of 4 ranks 0 and 3, or 1 and 2: the group that this rank is in."""
+    pairs = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]
+    return pairs[group.rank() in (1, 2)]
 
 
 def follow_both(lab, group, stage, seed, watch=None):

@@ -1,15 +1,18 @@
-"""What the finished lab 10 shows: what each means saves and costs, stacked; chunks of heads."""
+"""What the finished lab 10 shows: memory over a step, what each means saves and costs, stacked."""
 
 import torch
-from checks.lab10 import Alive, drawn
+from checks.compare import drawn
+from checks.memory import Alive
 from cli import positive
 from harness import on_ranks, table
-from pictures import BLUE, GREY, RED, picture
+from pictures import BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY, picture
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 MIB, CHUNK, TILE, HEADS = 2**20, 128, 128, (1, 2, 4)
+LAYERS, DEEP = 6, 12  # of the model; of that whose peak is to be predicted
+POINTS = 300  # of a timeline
 # Name, recomputation, tile, chunk of the loss: each row but the last adds one to that before
 STACK = [
     ("nothing", "none", None, None),
@@ -19,6 +22,24 @@ STACK = [
     ("inputs on the host", "offload", TILE, CHUNK),
     ("selective, no tiles", "selective", None, CHUNK),
 ]
+
+
+class Timeline(Alive):
+    """Alive that notes the bytes behind every operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = []
+
+    def __torch_dispatch__(self, *args, **kwargs):
+        out = super().__torch_dispatch__(*args, **kwargs)
+        self.bytes.append(self.now())
+        return out
+
+    def points(self):
+        """POINTS at most: the largest of each stretch of operations."""
+        size = -(-len(self.bytes) // POINTS)
+        return [max(self.bytes[i : i + size]) for i in range(0, len(self.bytes), size)]
 
 
 class Host:
@@ -49,22 +70,25 @@ class Products(TorchDispatchMode):
         return out
 
 
-def step(lab, args, recompute, tile, chunk):
+def step(lab, args, recompute, tile, chunk, layers=LAYERS):
     """A step in float32: (its row, {name: gradient})."""
     torch.manual_seed(args.seed)
-    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 6}
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": layers}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 2048}
     config = LlamaConfig(**sizes, tie_word_embeddings=True, attn_implementation="sdpa")
     host, products = Host(), Products()
-    with Alive() as alive, products:
+    with Timeline() as alive, products:
         model = LlamaForCausalLM(config).train()
         named = dict(model.named_parameters())
         lab.apply_means(model, recompute, tile, hooks=host.hooks)
         ids = torch.randint(2048, (1, args.tokens))
-        alive.peak = alive.now()
+        alive.peak, alive.bytes = alive.now(), []
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
-        lab.chunked_loss(model.lm_head, hidden, ids, chunk or args.tokens).backward()
+        loss = lab.chunked_loss(model.lm_head, hidden, ids, chunk or args.tokens)
+        forward = len(alive.bytes)
+        loss.backward()
     row = {"peak": alive.peak, "host": host.bytes, "flops": products.flops}
+    row |= {"alive": alive.points(), "forward": forward / len(alive.bytes)}
     if recompute in ("none", "block"):
         row["predicted"] = lab.predict_peak(config, args.tokens, 4, recompute, tile, chunk)
     return row, {name: p.grad for name, p in named.items()}
@@ -120,20 +144,38 @@ def heads_on_rank(group, lab, seed, tokens):
 
 
 def experiment(lab, args):
-    """Both: {"stack": rows, "heads": rows, "failed": what is off}."""
+    """All of it: {"stack": rows, "heads": rows, "times_smaller": number, "failed": what is off}."""
     rows, off = stacked(lab, args)
     heads = on_ranks(2, heads_on_rank, lab, args.seed, args.tokens)[0]
     print(f"\nUlysses on 2 ranks, 16 heads of 16, {args.tokens} tokens a rank: rank 0")
     table(["chunks of heads", "peak, MiB"], *([r["chunks"], r["peak"] / MIB] for r in heads))
     if any(b["peak"] >= a["peak"] for a, b in zip(heads, heads[1:])):
         off.append("more chunks of heads take more memory")
-    return {"stack": rows, "heads": heads, "failed": off}
+    peaks = [step(lab, args, *means, layers=DEEP)[0]["peak"] for _, *means in (STACK[0], STACK[4])]
+    return {"stack": rows, "heads": heads, "times_smaller": peaks[0] / peaks[1], "failed": off}
+
+
+def draw_step(axis, rows):
+    """Bytes alive over a step: a line for each means; a dot where the forward ends."""
+    for row, color in rows:
+        n = len(row["alive"])
+        at = [i / (n - 1) for i in range(n)]
+        axis.plot(at, [x / MIB for x in row["alive"]], color=color, lw=1.5, label=row["name"])
+        middle = round(row["forward"] * (n - 1))
+        axis.plot(at[middle], row["alive"][middle] / MIB, "o", color=color)
+    axis.set(ylim=0, xlabel="operations of the step; dot: the forward ends", ylabel="alive, MiB")
+    axis.legend(frameon=False)
 
 
 def draw(results, path):
-    """The peak of each row, the prediction beside it; the peak by chunks of heads."""
-    rows = results["stack"]
-    with picture(path, [["stack", "heads"]], (12, 4), width_ratios=[3, 2]) as axes:
+    """Memory over a step, by means; the peak of each, the prediction beside it; chunks of heads."""
+    rows, mosaic = results["stack"], [["all", "small"], ["stack", "heads"]]
+    with picture(path, mosaic, (12, 8), width_ratios=[3, 2]) as axes:
+        lines = list(zip(rows, (GREY, BLUE, ORANGE, GREEN, PINK, SKY)))
+        draw_step(axes["all"], lines[:3])
+        axes["all"].set_title("Memory over one step, each means added", loc="left")
+        draw_step(axes["small"], lines[2:5])
+        axes["small"].set_title("The last three, larger", loc="left")
         axis = axes["stack"]
         axis.barh(range(len(rows)), [row["peak"] / MIB for row in rows], color=BLUE)
         for y, row in enumerate(rows):
@@ -150,16 +192,12 @@ def draw(results, path):
         axis.set_title("Ulysses by chunks of heads", loc="left")
 
 
-def times_smaller(results):
-    """The peak without means, over that with layers recomputed, chunks, tiles and the host."""
-    return results["stack"][0]["peak"] / results["stack"][4]["peak"]
-
-
 PREDICT = (
-    "by how many times do loss in chunks, recomputed layers, tiles and inputs on the host together "
-    "lower the peak of a step: 6 layers, h 64, i 192, v 2048, {tokens} tokens?",
-    "L N (10 h + 4 i) + 3 N v, over about 11 N h: what one layer's attention has alive",
-    times_smaller,
+    f"with {DEEP} layers, not {LAYERS}, by how many times do loss in chunks, recomputed layers, "
+    "tiles and inputs on the host together lower the peak: h 64, i 192, v 2048, {tokens} tokens?",
+    "L N (10 h + 4 i) + 3 N v and the weights, over 11 N h (one layer's attention), the weights "
+    "and their gradients",
+    lambda results: results["times_smaller"],
 )
 
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 from checks.disk import counting
-from checks.lab10 import Alive
+from checks.memory import Alive
 from harness import LABS, load
 from torch import nn
 from torch.distributed.tensor import DTensor

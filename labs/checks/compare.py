@@ -1,0 +1,47 @@
+"""How labs 7 to 13 compare: in float64, with a hint, and with copies of what was handed in."""
+
+import inspect
+
+import torch
+from harness import Wrong, expect, expect_close
+
+
+def close(what, mine, right, hints=None, otherwise="", tolerance=1e-10):
+    """expect_close(); otherwise: the hint where the tensor is none of the known wrong ones."""
+    try:
+        return expect_close(what, mine, right, tolerance, hints)
+    except Wrong as wrong:
+        raise Wrong(wrong.found, wrong.hint or otherwise) from None
+
+
+def expect_same(names, given, before):
+    """Raise Wrong where arguments are not as their copies from before the call."""
+    same = all(map(torch.equal, given, before))
+    expect(same, f"{names} is overwritten", "the caller's tensors stay as they are: make new ones")
+
+
+def attempt(what, hint, function, *args):
+    """function(*args); an error inside becomes Wrong, with a hint."""
+    try:
+        return function(*args)
+    except (RuntimeError, AttributeError, TypeError, ValueError, IndexError) as problem:
+        if isinstance(problem, NotImplementedError):
+            raise
+        first = str(problem).partition("\n")[0]
+        raise Wrong(f"{what} fails, {type(problem).__name__}: {first}", hint) from problem
+
+
+def drawn(seed, *shape):
+    """Random numbers, the same on every rank."""
+    numbers = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=numbers, dtype=torch.float64)
+
+
+def mistaken(function, *changes):
+    """A finished function with usual mistakes: changes (ours, theirs) are parts of its text."""
+    text, names = inspect.getsource(function), dict(function.__globals__)
+    for ours, theirs in changes:
+        expect(ours in text, f"no {ours} in {function.__name__}")
+        text = text.replace(ours, theirs)
+    exec(text, names)
+    return names[function.__name__]
