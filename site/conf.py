@@ -130,6 +130,7 @@ def finish(app, error):
         return
     root, out = Path(app.srcdir), Path(app.outdir)
     page = re.sub(r"(\.\./[\w/]+)\.md\b", r"\1.html", (root / f"{EXPLORER}.html").read_text())
+    page = page.replace('<meta name="code" content="">', f'<meta name="code" content="{CODE}">')
     (out / f"{EXPLORER}.html").write_text(page)
     for file in out.rglob("*.html"):  # the icons are in a font, too; a picture has its full size
         page = re.sub("<script [^>]*fontawesome.js[^>]*></script>", "", file.read_text())
