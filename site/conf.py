@@ -1,7 +1,4 @@
-"""The site's settings, and below them what Sphinx lacks. `make site` builds it into _site/.
-
-Sphinx reads the project's Markdown, notebooks and scripts where they lie: no text is here twice.
-"""
+"""The site's settings, and what Sphinx lacks. It reads all sources where they lie."""
 
 import json
 import os
@@ -134,6 +131,7 @@ def finish(app, error):
     (out / f"{EXPLORER}.html").write_text(page)
     for file in out.rglob("*.html"):  # the icons are in a font, too; a picture has its full size
         page = re.sub("<script [^>]*fontawesome.js[^>]*></script>", "", file.read_text())
+        page = re.sub('<span class="[npw]">([^<]*)</span>', r"\1", page)  # of plain colour
         page = PICTURE.sub(lambda m: m[0] if m[1] else f'<a href="{m[3]}">{m[2]}</a>', page)
         file.write_text(page)
     shutil.copy(out / "README.html", out / "index.html")
