@@ -1,11 +1,11 @@
-"""The site's settings, and below them what Sphinx lacks. `make site` builds it into _site/.
+"""The site's settings, and what Sphinx lacks. It reads all sources where they lie."""
 
-Sphinx reads the project's Markdown, notebooks and scripts where they lie: no text is here twice.
-"""
-
+import json
+import os
 import re
 import shutil
-from difflib import HtmlDiff
+import sys
+from difflib import unified_diff
 from pathlib import Path
 
 from docutils import nodes
@@ -13,27 +13,34 @@ from sphinx import addnodes
 
 project = html_title = "Parallel LLaMA labs"
 root_doc = "README"
-extensions = ["myst_nb"]
+sys.path.append(str(Path(__file__).parent))
+extensions = ["myst_nb", "words"]
 source_suffix = dict.fromkeys([".md", ".ipynb", ".py", ".html"], "myst-nb")
 include_patterns = ["*.md", "*.py", "labs/*.md", "labs/*.py", "labs/notes/*.md", "site/*.md"]
 include_patterns += ["results/*.md", "results/*.py", "notebooks/*.ipynb", "notebooks/explorer.html"]
 exclude_patterns = [".*", "_site", "my_labs", "AGENTS.md"]
 nb_execution_mode = "off"  # the outputs are those that are committed
-myst_enable_extensions = []  # a dollar sign is a shell's prompt, not mathematics
+nb_merge_streams = True
 myst_heading_anchors = 4  # GitHub's names for headings, so that links work on both
 highlight_language = "text"  # of what names no language: commands, and what they print
 html_theme = "sphinx_book_theme"
 html_favicon = "icon.svg"
 html_theme_options = {"use_download_button": False, "footer_content_items": []}
-html_context = {"default_mode": "auto"}  # dark or light, as the reader's system is
 html_sidebars = {"**": ["navbar-logo", "search-button-field", "explorer.html", "sbt-sidebar-nav"]}
 templates_path = ["."]
-html_static_path = html_css_files = ["site.css"]
+html_static_path = ["site.css", "site.js", "../notebooks/explorer.png"]
+html_css_files, html_js_files = ["site.css"], ["site.js"]
 html_copy_source = html_show_copyright = html_use_index = False
 
-EXPLORER, GLOSSARY, DIFF = "notebooks/explorer", "labs/notes/glossary", "site/diff"
+PUBLISHED = os.environ.get("GITHUB_REPOSITORY")  # owner/name, where GitHub's workflow builds
+CODE = f"https://github.com/{PUBLISHED}" if PUBLISHED else ""  # without it no page links there
+html_baseurl = "https://{}.github.io/{}/".format(*PUBLISHED.split("/")) if CODE else ""
+html_context = {"published": PUBLISHED, "code": CODE, "base": html_baseurl, "default_mode": "auto"}
+
+EXPLORER, DIFF, FILES = "notebooks/explorer", "site/diff", ("tp.py", "sp_megatron.py")
 BANNER = re.compile(r"^# -{4} (.+?) -+$|^(?:# -{50,}\n)?# (\S.*)\n# -{50,}$", re.M)
-NOT_PROSE = nodes.reference, nodes.literal, nodes.literal_block, nodes.title, nodes.raw
+PICTURE = re.compile(r'(<a [^>]*>)?(<img [^>]*src="([^"]*_images/[^"]+)"[^>]*>)')
+COLAB = "%cd /content\n!git clone -q {} labs\n%pip install -q ./labs\n%cd labs/notebooks"
 
 
 def as_markdown(app, docname, source):
@@ -44,9 +51,27 @@ def as_markdown(app, docname, source):
     elif docname == EXPLORER:  # finish() writes the explorer over this page
         source[0] = "---\norphan: true\n---\n# The explorer\n"
     elif docname == DIFF:
-        source[0] += side_by_side(app.srcdir / "tp.py", app.srcdir / "sp_megatron.py")
+        texts = [(app.srcdir / file).read_text().splitlines() for file in FILES]
+        lines = unified_diff(*texts, *FILES, n=4, lineterm="")
+        source[0] += "\n``````{code-block} diff\n\n" + "\n".join(lines) + "\n``````\n"
     elif docname == root_doc:
-        source[0] += navigation(app.env, source[0])
+        source[0] = front(app.srcdir, source[0]) + navigation(app.env, source[0])
+
+
+def front(root, readme):
+    """The front page: where GitHub shows a picture, a question to try; how much there is."""
+    labs = [file.read_text() for file in root.glob("labs/lab*_*.py")]
+    exercises = sum(len(set(re.findall(r"# exercise: (\w+)", lab))) for lab in labs)
+    checks = [*root.glob("labs/checks/lab*.py"), root / "labs/break_it.py"]
+    text = "\n".join(file.read_text() for file in checks).replace("(*BUGS)", "(1, 2, 3, 4)")
+    bugs = re.findall(r"^(?:BUGS = \[|@bug_of\()(.*)[])]$", text, re.M)
+    bugs = sum(len(names.split(",")) for names in bugs)
+    question = (root / "site/question.html").read_text()
+    scale = f"{len(labs)} labs, {exercises} exercises, {bugs} bugs to plant and to see caught."
+    block = f"```{{raw}} html\n{question}```\n\n{scale}"
+    readme = re.sub("<!-- on GitHub -->.*?<!-- end -->", lambda _: block, readme, flags=re.S)
+    clone = f"git clone {CODE}\ncd {CODE.split('/')[-1]}\n" if CODE else ""
+    return readme.replace("```\nmake demo\n", f"```\n{clone}make demo\n", 1)
 
 
 def script(name, text):
@@ -60,15 +85,6 @@ def script(name, text):
         if banner:
             begin, heading = end, f"## {banner[1] or banner[2]}"
     return "\n".join(parts)
-
-
-def side_by_side(left, right):
-    """Two scripts side by side: what differs, and four unchanged lines around it."""
-    texts = [file.read_text().splitlines() for file in (left, right)]
-    table = HtmlDiff().make_table(*texts, left.name, right.name, context=True, numlines=4)
-    table = re.sub(r'<t([hd]) class="diff_next".*?</t\1>|<colgroup></colgroup>', "", table)
-    table = table.replace("&nbsp;", " ")  # so that long lines can wrap
-    return f'\n```{{raw}} html\n<div class="side-by-side">{table}</div>\n```\n'
 
 
 def navigation(env, readme):
@@ -105,46 +121,29 @@ def mend_links(app, doctree):
             code.replace_self(nodes.reference("", "", code.deepcopy(), refuri=f"{up}{DIFF}.html"))
 
 
-def link_words(app, doctree, docname):
-    """The first use of each of the glossary's words on a page becomes a link to its entry."""
-    if GLOSSARY not in app.env.found_docs or docname == GLOSSARY:
-        return
-    entries, linked = {}, []
-    for entry in app.env.get_doctree(GLOSSARY).findall(nodes.section):
-        words = [] if entry.next_node(nodes.section) else entry[0].astext().split(", ")
-        for word in words:
-            entries[word.lower() if word[1:].islower() else word] = entry["ids"][0]
-    longest_first = "|".join(map(re.escape, sorted(entries, key=len, reverse=True)))
-    pattern = re.compile(rf"(?<![\w-])({longest_first})s?(?![\w-])", re.I)
-    page = app.builder.get_relative_uri(docname, GLOSSARY)
-    kept = [node for kind in NOT_PROSE for node in doctree.findall(kind)]
-    kept = {id(text) for node in kept for text in node.findall(nodes.Text)}
-    for text in list(doctree.findall(nodes.Text)):
-        pieces, end = [], 0
-        for match in [] if id(text) in kept else pattern.finditer(text):
-            word = match[1].lower() if len(match[1]) > 2 else match[1]  # F is not f
-            entry = entries.get(match[1], entries.get(word))
-            if entry and entry not in linked:
-                linked.append(entry)
-                pieces.append(nodes.Text(text[end : match.start()]))
-                uri = f"{page}#{entry}"
-                pieces.append(nodes.reference("", match[0], refuri=uri, classes=["word"]))
-                end = match.end()
-        text.parent.replace(text, [*pieces, nodes.Text(text[end:])])
-
-
 def finish(app, error):
-    """The explorer, its links to Markdown led to pages; and index.html, which servers look for."""
-    if not error:
-        page = Path(app.srcdir, f"{EXPLORER}.html").read_text()
-        page = re.sub(r"(\.\./[\w/]+)\.md\b", r"\1.html", page)
-        Path(app.outdir, f"{EXPLORER}.html").write_text(page)
-        shutil.copy(Path(app.outdir, "README.html"), Path(app.outdir, "index.html"))
+    """The explorer, its links to Markdown led to pages; index.html; what the theme does badly."""
+    if error:
+        return
+    root, out = Path(app.srcdir), Path(app.outdir)
+    page = re.sub(r"(\.\./[\w/]+)\.md\b", r"\1.html", (root / f"{EXPLORER}.html").read_text())
+    page = page.replace('<meta name="code" content="">', f'<meta name="code" content="{CODE}">')
+    (out / f"{EXPLORER}.html").write_text(page)
+    for file in out.rglob("*.html"):  # the icons are in a font, too; a picture has its full size
+        page = re.sub("<script [^>]*fontawesome.js[^>]*></script>", "", file.read_text())
+        page = re.sub('<span class="[npw]">([^<]*)</span>', r"\1", page)  # of plain colour
+        page = PICTURE.sub(lambda m: m[0] if m[1] else f'<a href="{m[3]}">{m[2]}</a>', page)
+        file.write_text(page)
+    shutil.copy(out / "README.html", out / "index.html")
+    for file in root.glob("notebooks/*.ipynb") if CODE else []:  # for Colab: .github/workflows
+        book = json.loads(file.read_text())
+        cell = {"id": "colab", "cell_type": "code", "metadata": {}, "source": COLAB.format(CODE)}
+        book["cells"].insert(1, cell | {"outputs": [], "execution_count": None})
+        (out / "notebooks" / file.name).write_text(json.dumps(book))
 
 
 def setup(app):
     """Adds all of it to Sphinx."""
     app.connect("source-read", as_markdown)
     app.connect("doctree-read", mend_links)
-    app.connect("doctree-resolved", link_words)
     app.connect("build-finished", finish)

@@ -2,11 +2,11 @@
 
 import html
 import json
+import os
 import re
 import subprocess
 import sys
 import threading
-import tomllib
 from functools import partial
 from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -15,20 +15,18 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 from conftest import ROOT
-from test_explorer import browser  # noqa: F401
+from test_explorer import VIEWS, browser  # noqa: F401
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-REPOSITORY = PROJECT["urls"]["Repository"]
 SIZES = {"desk": (1280, 800), "phone": (390, 844)}
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 class Page(HTMLParser):
-    """What a page has: ids, links, words linked to the glossary, and what it loads."""
+    """What a page has: ids, links, words linked to the glossary, and the page that follows it."""
 
     def __init__(self, path):
         super().__init__()
-        self.ids, self.links, self.words, self.loads, self.next = {""}, [], [], [], None
+        self.ids, self.links, self.words, self.next = {""}, [], [], None
         self.feed(path.read_text())
 
     def handle_starttag(self, tag, attributes):
@@ -40,19 +38,19 @@ class Page(HTMLParser):
                 self.words.append(found["href"])
         if tag == "link" and found.get("rel") == "next":
             self.next = found["href"]
-        elif tag == "link" and found.get("rel") in ("stylesheet", "icon", "preload"):
-            self.loads.append(found["href"])
-        elif tag in ("img", "script", "iframe") and "src" in found:
-            self.loads.append(found["src"])
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The folder that the site is built into. A warning fails the build."""
     pytest.importorskip("myst_nb", reason="needs the extra site")
-    folder = tmp_path_factory.mktemp("site") / "_site"
+    return build(tmp_path_factory.mktemp("site") / "_site", "somebody/labs")
+
+
+def build(folder, repository):
     command = ["-m", "sphinx", "-q", "-W", "--keep-going", "-c", ROOT / "site", ROOT, folder]
-    built = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    env = os.environ | {"GITHUB_REPOSITORY": repository}
+    built = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=env)
     assert built.returncode == 0, built.stderr
     return folder
 
@@ -67,12 +65,8 @@ def pages(site):
 @pytest.fixture(scope="module")
 def address(site):
     """Where the site is served: search needs more than files on disk."""
-
-    class Handler(SimpleHTTPRequestHandler):
-        def log_message(self, *words):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=site))
+    handler = partial(SimpleHTTPRequestHandler, directory=site)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}/"
     server.shutdown()
@@ -83,47 +77,24 @@ def as_page(file):
     return str(Path(file).with_suffix(".html"))
 
 
-def table_of_reading():
-    """Files that README's table of what to read names, in order."""
-    text = (ROOT / "README.md").read_text().partition("## What to read, in which order")[2]
-    rows = [line for line in text.partition("\n## ")[0].splitlines() if line.startswith("|")]
-    files = re.findall(r"\]\(([\w/.]+)\)", "".join(rows))
-    return list(dict.fromkeys(files))
-
-
 # What needs no browser
 # --------------------------------------------------------------------------------------------------
 
 
-def test_repository_is_named_once():
-    """What repeats the address in pyproject.toml agrees with it."""
-    files = [*NOTEBOOKS, ROOT / "CITATION.cff"]
-    found = {
-        file.name: set(re.findall(r"https://(?:colab[\w.]*/)?github[\w.]*/[\w/-]+", text))
-        for file in files
-        for text in [file.read_text()]
-    }
-    colab = REPOSITORY.replace("github.com", "colab.research.google.com/github") + "/blob/main"
-    for name, addresses in found.items():
-        assert REPOSITORY in addresses
-        notebook = {f"{colab}/notebooks/{Path(name).stem}"} if name.endswith(".ipynb") else set()
-        assert addresses == {REPOSITORY} | notebook
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_colab_has_a_cell_that_installs(path):
-    """The second and third cells, in all notebooks the same."""
-    link, setup = json.loads(path.read_text())["cells"][1:3]
-    assert f"notebooks/{path.name})" in "".join(link["source"])
-    first = json.loads(NOTEBOOKS[0].read_text())["cells"][2]
-    assert setup["source"] == first["source"]
-    head = 'import sys\n\nif "google.colab" in sys.modules:\n'
-    body = "".join(setup["source"]).removeprefix(head)
-    assert all(line.startswith("    ") for line in body.split("\n"))
-
-
-def test_conf_is_small():
-    assert len((ROOT / "site" / "conf.py").read_text().splitlines()) <= 150
+def test_where_it_is_published(site, tmp_path):
+    """Links to the source and clone lines name the workflow's repository, or are left out."""
+    there = {"search.html"} | {file.name for file in site.glob("_static/**/*.html")}
+    for file in site.rglob("*.html"):
+        assert "github.com/somebody/labs" in file.read_text() or file.name in there, file
+    book = json.loads((site / "notebooks" / "1_collectives.ipynb").read_text())["cells"]
+    committed = json.loads(NOTEBOOKS[0].read_text())["cells"]
+    assert "git clone -q https://github.com/somebody/labs labs" in book.pop(1)["source"]
+    assert book == committed
+    assert "git clone https://github.com/somebody/labs" in (site / "index.html").read_text()
+    built = [*build(tmp_path / "_site", "").rglob("*.*")]
+    texts = [file.read_text() for file in built if file.suffix == ".html"]
+    assert not [text for text in texts if "/somebody/" in text or "git clone" in text]
+    assert ".ipynb" not in {file.suffix for file in built}
 
 
 @pytest.mark.slow
@@ -133,10 +104,12 @@ def test_what_is_read_is_there_in_order(pages):
     while at:
         chain.append(at)
         following = pages[at].next
-        at = following and (Path(at).parent / following).as_posix()
-        at = at and str(Path("/", at).resolve().relative_to("/"))
+        at = following and os.path.normpath(Path(at).parent / following)
     assert len(chain) == len(set(chain))
-    named = [as_page(file) for file in table_of_reading()]
+    readme = (ROOT / "README.md").read_text()
+    table = re.search(r"^\|.* read \|.* build \|.*\n(?:\|.*\n)*", readme, re.M)
+    files = dict.fromkeys(re.findall(r"\]\(([\w/.]+)\)", table[0]))  # each once, in order
+    named = [as_page(file) for file in files]
     assert len(named) > 20
     assert [page for page in chain if page in named] == named
     outside = {"index.html", "search.html", "notebooks/explorer.html"}
@@ -147,14 +120,14 @@ def test_what_is_read_is_there_in_order(pages):
 
 @pytest.mark.slow
 def test_no_link_is_broken(site, pages):
-    """Nor loads a page anything of another host. A view of the explorer is no anchor."""
+    """A view of the explorer is no anchor."""
     text = (site / "notebooks" / "explorer.html").read_text()
     pages["notebooks/explorer.html"].links += re.findall(r'"(\.\./labs/[^"]+)"', text)
     broken = []
     for name, page in pages.items():
-        for link in page.links + page.loads:
+        for link in page.links:
             parts = urlsplit(link)
-            if parts.scheme in ("http", "https") and link in page.links or parts.scheme == "data":
+            if parts.scheme in ("http", "https"):
                 continue
             there = (site / name).parent / unquote(parts.path) if parts.path else site / name
             target = there.resolve()
@@ -171,25 +144,17 @@ def test_no_link_is_broken(site, pages):
 @pytest.mark.parametrize("script", ["tp.py", "sp_megatron.py", "sp_ulysses.py", "pp.py"])
 def test_scripts_are_shown_whole(site, pages, script):
     """Each line beside its number, and an anchor for each section."""
-    text = (site / as_page(script)).read_text()
-    lines = re.findall(r'<span class="linenos"> *(\d+)</span>(.*)', text)
-    source = (ROOT / script).read_text().splitlines()
-    shown = {
-        int(number): html.unescape(re.sub("<[^>]+>", "", line)).rstrip() for number, line in lines
-    }
-    assert [line for line in source if line] == [line for line in shown.values() if line]
-    assert all(source[number - 1] == line for number, line in shown.items())
-    assert {"loss-and-step", "command-line-the-same-in-all-four-scripts"} <= pages[
-        as_page(script)
-    ].ids
+    text = html.unescape(re.sub("<[^>]+>", "", (site / as_page(script)).read_text()))
+    lines = enumerate((ROOT / script).read_text().splitlines(), 1)
+    assert [line for number, line in lines if line and f"{number}{line}\n" not in text] == []
+    assert "loss-and-step" in pages[as_page(script)].ids
 
 
 @pytest.mark.slow
 def test_diff_shows_every_difference(site):
-    text = (site / "site" / "diff.html").read_text()
-    shown = html.unescape(re.sub("<[^>]+>", "", text))
-    files = ["tp.py", "sp_megatron.py"]
-    diff = subprocess.run(["diff", *files], cwd=ROOT, capture_output=True, text=True).stdout
+    shown = html.unescape(re.sub("<[^>]+>", "", (site / "site" / "diff.html").read_text()))
+    command = ["diff", "tp.py", "sp_megatron.py"]
+    diff = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
     differing = re.findall(r"^[<>] (.*\S)", diff, re.M)
     assert len(differing) > 100
     assert [line for line in differing if line not in shown] == []
@@ -202,51 +167,97 @@ def test_words_lead_to_the_glossary_once_a_page(pages):
         assert len(page.words) == len(set(page.words))
         assert all(word.partition("#")[2] in entries for word in page.words)
     assert len(pages["README.html"].words) > 5
+    for lab, word in (("9", "stage"), ("3b", "block"), ("7", "block"), ("13", "overlap")):
+        assert not any(f"#{word}" in link for link in pages[f"labs/notes/lab{lab}.html"].words)
 
 
 # In the browser
 # --------------------------------------------------------------------------------------------------
 
 
+WRONG = """() => {  // with a page at some width
+    const all = (selector) => [...document.querySelectorAll(selector)]
+    const seen = (one) => one.getClientRects().length > 0
+    const wide = (one) => seen(one) && one.getBoundingClientRect().right > innerWidth
+    const small = (i) => i.naturalWidth > 2 * i.width && i.width && i.closest("a")?.href !== i.src
+    const pointed = (one) => seen(one) && getComputedStyle(one).cursor === "pointer"
+    const reached = "a[href], button, input, select, summary, label, [tabindex]"
+    return Object.entries({
+        "wide": document.documentElement.scrollWidth > innerWidth ? [document.body] : [],
+        "no picture": all("img").filter((i) => !i.complete || !i.naturalWidth),
+        "no alt": all("img").filter((i) => i.alt.split(" ").length < 4),
+        "not in full size": all(".bd-article img").filter(small),
+        "a column is hidden": all(".bd-article tr > :last-child").filter(wide),
+        "not for the keyboard": all("*").filter((one) => pointed(one) && !one.closest(reached)),
+    }).flatMap(([what, ones]) => ones.map((one) => `${what}: ${one.outerHTML.slice(0, 150)}`))
+}"""
+# Bytes that a page loads beside its pictures; a frame is a page of its own
+WEIGHT = """() => performance.getEntries()
+    .filter((e) => !["img", "iframe"].includes(e.initiatorType))
+    .reduce((sum, e) => sum + (e.decodedBodySize ?? 0), 0)"""
+
+
 @pytest.mark.slow
 def test_pages_in_a_browser(browser, address, pages):  # noqa: F811
-    """No error, no request to another host, all pictures, no page that scrolls sideways."""
+    """No error, no request to another host, and nothing of WRONG, on a desk and on a phone."""
     tab, wrong = browser.new_page(), []
     tab.on("console", lambda told: wrong.append(told.text) if told.type == "error" else None)
     tab.on("pageerror", lambda error: wrong.append(str(error)))
     ours = (address, "data:")
     tab.on("request", lambda r: None if r.url.startswith(ours) else wrong.append(r.url))
     for page in pages:
-        tab.set_viewport_size({"width": 1280, "height": 800})
-        tab.goto(address + page)
         for size, (width, height) in SIZES.items():
             tab.set_viewport_size({"width": width, "height": height})
-            wide = tab.evaluate("document.documentElement.scrollWidth")
-            wrong += [f"{page}: {wide} pixels on a {size}"] if wide > width else []
-        lost = "[...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.src)"
-        wrong += [f"{page}: no picture {source}" for source in tab.evaluate(lost)]
+            tab.goto(address + page)
+            wrong += [f"{page}, {size}: {what}" for what in tab.evaluate(WRONG)]
+        weight = tab.evaluate(WEIGHT)
+        assert weight > 1e5
+        wrong += [f"{page}: {weight} bytes"] if weight > 1e6 else []
     tab.close()
     assert wrong == []
 
 
 @pytest.mark.slow
-def test_search_finds(browser, address):  # noqa: F811
-    tab = browser.new_page()
-    tab.goto(f"{address}search.html?q=reduce-scatter")
-    tab.wait_for_selector("text=Search finished", timeout=9000)
-    found = [link.get_attribute("href") for link in tab.locator("#search-results li a").all()]
-    assert any("sp_megatron.html" in link for link in found)
+@pytest.mark.parametrize("size", SIZES)
+def test_menu_opens_by_click_and_by_key(browser, address, size):  # noqa: F811
+    tab = browser.new_page(viewport=dict(zip(("width", "height"), SIZES[size])))
+    tab.goto(address)
+    button, page = tab.locator("button.primary-toggle"), tab.get_by_role("link", name="4. Ulysses")
+    for act in (button.click, partial(button.press, "Enter")) * 2:
+        there = page.is_visible()
+        act()
+        page.wait_for(state="hidden" if there else "visible", timeout=5000)
+        if size == "phone":  # the menu lies over the button
+            tab.keyboard.press("Escape")
+            page.wait_for(state="hidden", timeout=5000)
     tab.close()
 
 
 @pytest.mark.slow
-def test_dark_and_light(browser, address):  # noqa: F811
-    """As the reader's system has it."""
-    shades = {}
-    for scheme in ("light", "dark"):
-        tab = browser.new_page(color_scheme=scheme)
-        tab.goto(address)
-        shade = "getComputedStyle(document.body).backgroundColor"
-        shades[scheme] = sum(map(int, re.findall(r"\d+", tab.evaluate(shade))[:3]))
-        tab.close()
-    assert shades["light"] > 600 and shades["dark"] < 150
+@pytest.mark.parametrize("scheme,size", [("light", "desk"), ("dark", "phone")])
+def test_accessible(browser, address, pages, scheme, size):  # noqa: F811
+    """axe finds nothing serious on any page or view; all have the shade of the reader's system."""
+    axe = pytest.importorskip("axe_playwright_python.base", reason="needs the extra browser")
+    viewport = dict(zip(("width", "height"), SIZES[size]))
+    tab, serious = browser.new_page(viewport=viewport, color_scheme=scheme), []
+    views = [f"notebooks/explorer.html#{view}" for view in VIEWS]
+    for page in [*pages, *views, "tp.html?highlight=gradient"]:
+        tab.goto("about:blank")  # else a fragment alone loads nothing
+        tab.goto(address + page)
+        shade = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (int(re.search(r"\d+", shade)[0]) > 128) == (scheme == "light"), page
+        tab.evaluate(axe.AXE_SCRIPT)
+        for rule in tab.evaluate("axe.run({runOnly: ['wcag2a', 'wcag2aa']})")["violations"]:
+            if rule["impact"] in ("serious", "critical"):
+                serious += [(page, rule["id"], node["html"][:200]) for node in rule["nodes"]]
+    tab.close()
+    assert serious == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("word,page", [("reduce-scatter", "sp_megatron"), ("deadlock", "lab3b")])
+def test_search_finds(browser, address, word, page):  # noqa: F811
+    tab = browser.new_page()
+    tab.goto(f"{address}search.html?q={word}")
+    tab.locator(f"#search-results a[href*={page}]").first.wait_for(timeout=9000)
+    tab.close()
