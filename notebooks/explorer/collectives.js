@@ -104,7 +104,7 @@ function rankBox(run, op, r, step, spots) {
   const place = spots.narrow ? { x: 0, y: name.y + 27 } : { x: name.x, y: name.y - 6 };
   return svg("g", tip(words),
     svg("text", { ...place, class: "rank" }, `rank ${r}`),
-    had.map((cell) => chunkBox(cell, spots.at(r, 0, cell[0]), { class: "had" })),
+    had.map((cell) => chunkBox(cell, spots.at(r, 0, cell[0]), { class: "had" })), // pale, its letter not
     frame,
     result.map((cell) => {
       const old = step === 0 || resultAt(run, r, step - 1).some(sameCell(cell));
