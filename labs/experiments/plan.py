@@ -115,13 +115,13 @@ def config_of(model):
     return {"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | sizes
 
 
-def peak_memory(strategies, model, gpus, length, gpu):
+def peak_memory(strategies, model, gpus, length, sequences, gpu):
     """{strategy: {"peak_bytes", "fits", "why"}} of the worst rank, as oom_search.py predicts them.
 
-    With AdamW, its state on the device. why: what oom_search.py says where it has no answer; then
-    peak_bytes and fits are None.
+    With AdamW, its state on the device; of PP as many microbatches as 1F1B has in flight. why: what
+    oom_search.py says where it has no answer; then peak_bytes and fits are None.
     """
-    found = {}
+    found, flight = {}, str(min(sequences, gpus))
     with tempfile.TemporaryDirectory() as folder:
         file, config = Path(folder, "memory.json"), Path(folder, "config.json")
         config.write_text(json.dumps(config_of(model)))
@@ -130,6 +130,7 @@ def peak_memory(strategies, model, gpus, length, gpu):
             call += [*STRATEGIES[strategy][1], "--model", folder, "--nproc", str(gpus)]
             call += ["--at", str(length), "--gpu", gpu, "--how", "predicted"]
             call += ["--optimizer", "adamw", "--journal", f"{folder}/journal", "--json", file]
+            call += ["--batch", flight, "--microbatches", flight] if strategy == "pp" else []
             file.unlink(missing_ok=True)
             print(f"  memory of {STRATEGIES[strategy][0]} ...", file=sys.stderr, flush=True)
             done = subprocess.run(call, capture_output=True, text=True)
@@ -157,7 +158,7 @@ def plan(lab, args, off):
     tokens, rows = args.sequences * args.length, []
     reasons = {strategy: why_not(model, strategy, gpus) for strategy in STRATEGIES}
     able = [strategy for strategy, reason in reasons.items() if not reason]
-    memory = peak_memory(able, model, gpus, args.length, args.gpu)
+    memory = peak_memory(able, model, gpus, args.length, args.sequences, args.gpu)
     for strategy in able:
         parts = strategy_parts(lab, model, strategy, gpus, args.length, args.sequences, cluster)
         seconds = sum(parts.values())

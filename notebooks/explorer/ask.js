@@ -19,6 +19,7 @@ const free = {}; // views that ask no more
 let question = null; // the one that is asked, if one is
 let guess = null; // what has been chosen so far
 let committed = false;
+let given = false; // whether there was a guess
 
 function stored() {
   try {
@@ -46,7 +47,7 @@ function ask(next) {
 
 // right: whether the guess was; null: the answer was asked for
 function commit(right) {
-  committed = true;
+  [committed, given] = [true, right !== null];
   if (!(question.id in answers)) answers[question.id] = right === true;
   try {
     localStorage.setItem(KEPT_ANSWERS, JSON.stringify(answers));
@@ -112,21 +113,21 @@ function choicePanel() {
   const right = question.options.findIndex(([, why]) => why === null);
   const rows = question.options.map(([text], i) => {
     const chosen = guess.choice === i;
-    const look = committed && i === right ? " right" : committed && chosen ? " wrong" : "";
+    const look = committed && i === right ? " right" : committed && given && chosen ? " wrong" : "";
     const pick = () => {
       guess.choice = i;
       draw();
     };
     return html("label", { class: `option${look}` },
       html("input", { type: "radio", name: "guess", value: i, checked: chosen, disabled: committed, onchange: pick }),
-      html("span", {}, text, committed && i === right ? html("b", {}, " ✓ right") : committed && chosen ? html("b", {}, " ✗ your guess") : ""));
+      html("span", {}, text, committed && i === right ? html("b", {}, " ✓ right") : committed && given && chosen ? html("b", {}, " ✗ your guess") : ""));
   });
   const panel = html("fieldset", {}, html("legend", { class: "hidden" }, "Your guess"), rows);
   if (!committed) {
     const locked = guess.choice === null;
     return [panel, button("That is my guess", () => (locked ? null : commit(guess.choice === right)), { class: "main", "aria-disabled": locked ? "true" : null })];
   }
-  if (guess.choice === null) return panel;
+  if (!given) return panel;
   return [panel, verdict(guess.choice === right, guess.choice === right ? "" : question.options[guess.choice][1])];
 }
 
@@ -148,12 +149,12 @@ function marksPanel() {
       html("label", {}, html("span", {}, label, ": ", html("output", {}, tokens(mine))),
         html("input", { type: "range", min: 0, max: 1, step: 1 / 88, value: guess.marks[i], disabled: committed, "aria-valuetext": tokens(mine), oninput: move })),
       committed ? html("div", { class: "scale", "aria-hidden": "true" }, html("i", { style: `left: ${100 * place}%` })) : null,
-      committed ? html("p", { class: near ? "right" : "wrong" }, html("b", {}, `${near ? "✓" : "✗"} ${tokens(value)}. `), near ? "" : mine < value ? more : less) : null);
+      committed ? html("p", { class: near || !given ? "right" : "wrong" }, html("b", {}, `${!given ? "" : near ? "✓ " : "✗ "}${tokens(value)}. `), near ? "" : mine < value ? more : less) : null);
   });
   const hits = question.marks.filter(([, value], i) => within(valueAt(guess.marks[i]), value)).length;
   const all = hits === rows.length;
   const told = `${hits} of ${rows.length} within a factor of 2.`;
-  return [rows, committed ? verdict(all, told) : button("These are my guesses", () => commit(all), { class: "main" })];
+  return [rows, committed ? (given ? verdict(all, told) : null) : button("These are my guesses", () => commit(all), { class: "main" })];
 }
 
 // A ring: what rank 0 sends to rank 1 all others send to their next one, each of its own chunks

@@ -8,9 +8,10 @@ const ROW_NAMES = DATA.bugs.labels;
 const [FLOOR, LIMIT, CEILING] = [-17, -10, 1.5]; // powers of 10
 const bugWords = (bug) => bug.replaceAll("_", " ");
 
-// 0.53 as 53%, 3e-5 as 3 parts in 100,000
+// 0.53 as 53%, 3e-5 as 3 × 10⁻⁵
 function share(error) {
   if (error < 1e-10) return "0, up to rounding";
+  if (error >= 1e6) return "more than a million times";
   if (error >= 10) return `${Number(error.toPrecision(2))} times too much`;
   return error >= 0.001 ? `${Number((100 * error).toPrecision(2))}%` : error.toExponential(0).replace("e-", " × 10⁻").replace(/\d+$/, (n) => [...n].map((d) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[d]).join(""));
 }
@@ -23,7 +24,7 @@ const lossWords = ({ rows }) => {
 // A bar a row, its length the order of magnitude of the error
 function bugBars({ rows }) {
   const narrow = NARROW.matches;
-  const [width, left, high, gap] = [columnWidths()[0], narrow ? 0 : 230, 18, narrow ? 26 : 10];
+  const [width, left, high, gap] = [columnWidths()[0], narrow ? 0 : 300, 18, narrow ? 26 : 10];
   const x = (power) => left + ((width - left - 12) * (Math.min(CEILING, Math.max(FLOOR, power)) - FLOOR)) / (CEILING - FLOOR);
   const bottom = rows.length * (high + gap) + (narrow ? 22 : 6);
   const drawn = rows.map(([name, error, wrong, of], i) => {
@@ -32,7 +33,7 @@ function bugBars({ rows }) {
     const words = `${ROW_NAMES[name]}: largest error ${share(error)}, ${wrong} of ${of} wrong`;
     const label = narrow ? { x: 0, y: y - 5 } : { x: left - 10, y: y + 14, "text-anchor": "end" };
     return svg("g", tip(words, false),
-      svg("text", label, `${ROW_NAMES[name]}${of > 1 ? `: ${wrong} of ${of} wrong` : ""}`),
+      svg("text", { ...label, class: "above" }, `${ROW_NAMES[name]}${of > 1 ? `: ${wrong} of ${of} wrong` : ""}`),
       svg("rect", { x: x(FLOOR), y, width: Math.max(2, x(power) - x(FLOOR)), height: high, class: wrong ? "wrongbar" : "rightbar" }));
   });
   const marks = [-15, -10, -5, 0].map((power) => [
@@ -74,6 +75,6 @@ view({
         figure(`${own.wrong} of ${own.of}`, "values wrong"),
         figure(String(own.coverage), "coverage: 1 is right")),
       html("p", { class: "note" }, "A run of ", html("code", {}, `torchrun --nproc_per_node=2 labs/break_it.py ${SCRIPT_NAMES[state.script]} ${bug}`),
-        `. Without a bug the largest error of any row is ${share(Math.max(...bugs.none.rows.map(([, error]) => error)))}.`));
+        `. Without a bug the largest error of any row is ${Math.max(...bugs.none.rows.map(([, error]) => error)).toExponential(0)}.`));
   },
 });

@@ -31,7 +31,7 @@ const MOMENTS = {
 const SHARD_NAMES = { no: "replicated", yes: "sharded" };
 const GPU_NAMES = { rtx4090: "RTX 4090", "a100-40": "A100 40 GB", "a100-80": "A100 80 GB", h100: "H100", h200: "H200" };
 const partColour = (i) => `var(--part${i})`; // no rank's colours: the parts are those of one GPU
-const [GRADIENTS, STATE] = ["gradients", "optimizer state"].map((name) => DATA.memory.parts.indexOf(name));
+const [GRADIENTS, STATE, SAVED] = ["gradients", "optimizer state", "saved activations"].map((name) => DATA.memory.parts.indexOf(name));
 const LENGTHS = [...Array(89).keys()].map((i) => Math.round(2 ** (11 + i / 8) / 512) * 512);
 const SHORTEST = LENGTHS[0];
 const gib = (mib) => `${(mib / 1024).toFixed(mib < 10240 ? 2 : 1)} GiB`;
@@ -70,14 +70,27 @@ function along(curve, length) {
   return some.map((part) => (part * sum(parts)) / sum(some));
 }
 
+// MiB that a pipeline's rank keeps of further microbatches. 1F1B has up to P - rank of them in flight; of
+// each it keeps the inputs of its layers and of its stage, and one more is on its way
+function furtherOf({ model, strategy, P, microbatches = 1 }, rank, length) {
+  const flight = Math.min(microbatches, P - rank);
+  if (strategy !== "pp" || flight < 2) return 0;
+  const [layers, hidden] = DATA.memory.sizes[model];
+  const own = Math.floor(layers / P) + (rank < layers % P ? 1 : 0);
+  return (((flight - 1) * (own + 1) + 1) * 2 * hidden * length) / 2 ** 20;
+}
+
 // The peaks of a step's two halves, forward with backward and the optimizer's step, each of the rank
 // that needs most in it: [{moment, parts: MiB of each, peak}]
-function peaksOf({ key, recompute, loss, optimizer }, length) {
+function peaksOf(setting, length) {
+  const { key, recompute, loss, optimizer, P } = setting;
   const steps = DATA.memory.steps[key];
+  const ranks = steps.length > 2 ? [0, Math.floor(P / 2), P - 1] : [0, P - 1]; // of a pipeline those that may need most
   const first = (DATA.memory.curves[`${key} ${recompute} ${loss}`] ?? []).map((curve, rank) => {
     const parts = along(curve, length);
     const moment = parts[GRADIENTS] > steps[rank][GRADIENTS] / 2 ? "late" : "early";
     if (optimizer === "adamw") parts[STATE] = steps[rank][STATE];
+    parts[SAVED] += furtherOf(setting, ranks[rank], length);
     return { moment, parts, peak: sum(parts) };
   });
   const second = optimizer === "adamw" ? steps.map((parts) => ({ moment: "step", parts, peak: sum(parts) })) : [];
@@ -259,7 +272,7 @@ view({
       plain ? "Plain is Hugging Face's own model and loss on one GPU: all logits at once." : null,
       "One sequence (a batch of 1, so PP has one microbatch), bfloat16, flash attention, of the rank that needs most;",
       "the T4 has no flash attention and is not among these GPUs. Lengths between predictions lie on straight lines,",
-      `which are off by ${100 * DATA.memory.exact}% at most where they were checked; of 70B, and of 1, 16 and 32 ranks, by ${100 * DATA.memory.near}%.`,
+      `which are off by ${100 * DATA.memory.exact}% at most where they were checked; of 70B, and of 1, 16 and 32 ranks, three lengths are predicted.`,
       "Other batches, dtypes, models and numbers of ranks: with the options of",
     ];
     const [script, nproc] = [state.strategy, setting.P];

@@ -27,10 +27,10 @@ STRATEGIES = {
 # Recomputation, loss
 WAYS = [("block", "chunked"), ("none", "chunked"), ("block", "full"), ("selective", "chunked")]
 WAYS += [("offload", "chunked")]
+LAB = LABS / "lab11_time.py"
 JOURNAL = LABS.parent / ".oom_search.jsonl"  # oom_search.py's own: what was predicted before
 SHORTEST, LONGEST = 2048, 2**20  # tokens; what is longer goes on as a straight line
-# How far a straight line between two lengths may be from the prediction: of settings(), of more()
-EXACT, NEAR = 0.01, 0.04
+EXACT = 0.01  # how far a straight line between two lengths may be from the prediction
 MOST = 142 * 1024  # MiB, no GPU has more
 
 
@@ -42,14 +42,14 @@ def settings():
 
 
 def more():
-    """And with fewer lengths: lab 11's LLaMAs on the other numbers of ranks from 1 to 32.
+    """And with three lengths only: lab 11's LLaMAs on the other numbers of ranks from 1 to 32.
 
     On one rank all strategies are the same, up to some buffers.
     """
     for name in [*MODELS, *LARGE]:
         yield name, "tp", 1, *WAYS[0]
     yield from ((name, "plain", 1, way, "full") for name in LARGE for way in ("block", "none"))
-    lab11 = load(LABS / "lab11_time.py").MODELS
+    lab11 = load(LAB).MODELS
     for name in sorted(lab11.keys() & (MODELS | LARGE).keys()):
         for world, strategy in product(
             (16, 32) if name in MODELS else (8, 16, 32, 4, 2), STRATEGIES
@@ -71,19 +71,21 @@ def memory():
     for name in oom_search.PRELOAD:
         importlib.import_module(name)
     curves, steps = {}, {}
-    asked = [(setting, EXACT) for setting in settings()] + [(setting, NEAR) for setting in more()]
+    asked = [(setting, True) for setting in settings()] + [(setting, False) for setting in more()]
     for (model, strategy, world, recompute, loss), exact in tqdm(asked, desc="memory"):
         ranks = oom_search.ranks_to_try(strategy, world)
+        ranks = ranks if exact else sorted({ranks[0], ranks[-1]})
         ask = partial(predict, known, model, strategy, world)
         key = f"{model} {strategy} {world}"
         if key not in steps:
             steps[key] = [ask(rank, "block", "chunked", "adamw", 64) for rank in ranks]
         own = [partial(ask, rank, recompute, loss, "none") for rank in ranks]
-        if exact == EXACT or max(map(sum, steps[key])) < MOST:
-            curves[f"{key} {recompute} {loss}"] = [curve(ask, exact) for ask in own]
+        if exact or max(map(sum, steps[key])) < MOST:
+            curves[f"{key} {recompute} {loss}"] = [(curve if exact else few)(ask) for ask in own]
     gpus = {name: gib for name, (gib, capability) in oom_search.GPUS.items() if capability >= 8}
     told = {"models": MODELS | LARGE, "gpus": gpus, "outside": oom_search.OUTSIDE}
-    told |= {"exact": EXACT, "near": NEAR, "folders": dict.fromkeys(LARGE, FOLDER)}
+    told |= {"exact": EXACT, "folders": dict.fromkeys(LARGE, FOLDER)}
+    told["sizes"] = {name: [x.layers, x.hidden] for name, x in load(LAB).MODELS.items()}
     return told | {"parts": oom_search.PARTS, "curves": curves, "steps": steps}
 
 
@@ -93,7 +95,7 @@ def model_option(name):
         return name
     folder = Path(tempfile.gettempdir(), name)
     folder.mkdir(exist_ok=True)
-    config = config_of(load(LABS / "lab11_time.py").MODELS[name])
+    config = config_of(load(LAB).MODELS[name])
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 
@@ -115,7 +117,7 @@ def predict(known, model, strategy, world, rank, recompute, loss, optimizer, len
     return [round(parts[part] / 2**20) for part in oom_search.PARTS]
 
 
-def curve(ask, exact):
+def curve(ask):
     """[[tokens, *parts], ...]: as many lengths as make straight lines between them good enough."""
     points = {length: ask(length) for length in (SHORTEST, oom_search.TILE, 4 * oom_search.TILE)}
 
@@ -125,7 +127,7 @@ def curve(ask, exact):
             return
         straight = sum(points[a]) + (sum(points[b]) - sum(points[a])) * (middle - a) / (b - a)
         points[middle] = ask(middle)
-        if abs(straight / sum(points[middle]) - 1) > exact:
+        if abs(straight / sum(points[middle]) - 1) > EXACT:
             refine(a, middle)
             refine(middle, b)
 
@@ -137,3 +139,8 @@ def curve(ask, exact):
     for a, b in pairwise(sorted(points)):
         refine(a, b)
     return [[length, *points[length]] for length in sorted(points)]
+
+
+def few(ask):
+    """The same with three lengths: what does not grow, and two slopes."""
+    return [[length, *ask(length)] for length in (SHORTEST, 2**16, 2**19)]

@@ -74,7 +74,10 @@ function picture(width, height, words, ...children) {
 }
 
 // A picture's width: the page's in pixels, so that no text shrinks; a projector's larger page scales it up.
-const pageWidth = () => (LOW.matches ? 0.6 : 1) * Math.min(1240, document.querySelector("main").clientWidth) - (LOW.matches ? 12 : 0);
+function pageWidth() {
+  const width = Math.min(1240, document.querySelector("main").clientWidth);
+  return LOW.matches && !covered() ? 0.6 * (width - 12) : width;
+}
 
 // The same of the left and of the right column, where there are two
 function columnWidths() {
@@ -311,7 +314,7 @@ function show() {
   [current, state] = parse(asked ? `#${asked.view}` : location.hash);
   ask(asked ?? (location.hash.includes("&") ? null : nextQuestion(current.id)));
   const links = Object.values(views).map(({ id, title }) =>
-    html("a", { href: last[id] ?? `#${id}`, "aria-current": id === current.id ? "page" : null }, title));
+    html("a", { href: last[id] ?? `#${id}`, "aria-current": id === current.id && !location.hash.startsWith("#score") ? "page" : null }, title));
   document.querySelector("nav").replaceChildren(...links);
   const code = document.querySelector("meta[name=code]").content;
   document.querySelector("#out").replaceChildren(
