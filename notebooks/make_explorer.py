@@ -1,21 +1,18 @@
 """Makes explorer.html: one file with the page (explorer/) and the data that it shows.
 
-    python notebooks/make_explorer.py                         # all five views
-    python notebooks/make_explorer.py --only layouts          # these; the others' data stay
+    python notebooks/make_explorer.py                         # all six views: hours, for memory
+    python notebooks/make_explorer.py --only bugs time        # these; the others' data stay
+
+The questions (explorer/questions.py) are made of these data, each time.
 
 The page computes no layout, memory or schedule: the scripts that it is about run here.
 """
 
 import argparse
-import importlib
 import json
-import math
 import re
 import sys
-import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import accumulate, pairwise, product
 from pathlib import Path
 from queue import Queue
@@ -26,16 +23,18 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parent / "labs")]
 import torch  # noqa: E402
 from checks.lab1 import gather_and_add  # noqa: E402
 from experiments.plan import timetable  # noqa: E402
+from explorer.bugs import LABELS, bugs  # noqa: E402
+from explorer.memory import memory  # noqa: E402
+from explorer.questions import questions  # noqa: E402
 from harness import LABS, load  # noqa: E402
-from tqdm import tqdm  # noqa: E402
 
-import oom_search  # noqa: E402
 import pp  # noqa: E402
 import sp_layout_sim  # noqa: E402
 
 PAGE, PARTS = HERE / "explorer.html", HERE / "explorer"
 DATA = re.compile(r'(?<=<script type="application/json" id="data">).*?(?=</script>)', re.DOTALL)
-SCRIPTS = ["shell.js", "layouts.js", "memory.js", "pipelines.js", "collectives.js", "time.js"]
+SCRIPTS = ["shell.js", "ask.js", "layouts_words.js", "layouts.js", "memory.js", "pipelines.js"]
+SCRIPTS += ["collectives.js", "time.js", "bugs.js"]
 
 
 # Layouts: sp_layout_sim.py's own run, watched
@@ -95,11 +94,10 @@ class Story:
     def move(self, phase, before, after, calls=1, part=(1, 1)):
         """The next exchange. calls: 0 for the second half of an all-reduce: it is one message."""
         collective, pieces, wire = self.exchanges.pop(0)
-        held, wanted, flights = self.tensors[before][3], self.tensors[after][3], []
+        flights = ""  # sender and receiver, a digit each; what flies is what both hold of it
         for r, to in product(range(self.P), repeat=2):
             if r != to and pieces[r][to] is not None:
-                place = [f(x, y) for f, x, y in zip((max, min) * 2, held[r], wanted[to])]
-                flights.append([r, to, *place])
+                flights += f"{r}{to}"
         sent = calls, message_bytes(collective, pieces) if calls else 0, wire
         self.moments.append([phase, before, after, collective, *sent, flights, *part])
 
@@ -137,7 +135,7 @@ class Story:
         elif move == "nothing" or move.endswith("send"):
             sends = {"nothing": 0, "P - 1 send": self.P - 1, "2 P - 1 send": 2 * self.P - 1}
             self.ring(phase, sends[move])
-            self.moments.append([phase, *tensors, "", 0, 0, 0, [], 1, 1])
+            self.moments.append([phase, *tensors, "", 0, 0, 0, "", 1, 1])
         else:
             self.move(phase, *tensors, 3 if move.startswith("3") else 1)
 
@@ -175,98 +173,11 @@ def layouts():
                 story.step("backward", before, after)
             if story.exchanges:
                 story.gradients(first, weights[first][0].shape)
+            for tensor in story.tensors:  # of all ranks alike: once
+                tensor[3:5] = [x[:1] if x.count(x[0]) == P else x for x in tensor[3:5]]
             told = {"weights": result["weight_bytes"], "kept": result["kept_bytes"]}
             data[layout].append(told | {"tensors": story.tensors, "moments": story.moments})
     return {"runs": data, "block": vars(args)}
-
-
-# What fills the memory: predictions of oom_search.py
-# --------------------------------------------------------------------------------------------------
-
-MODELS = {
-    "llama-3.2-1b": "Llama 3.2 1B", "llama-3.2-3b": "Llama 3.2 3B", "llama-3.1-8b": "Llama 3.1 8B",
-}  # fmt: skip
-STRATEGIES = ["tp", "sp_megatron", "sp_ulysses", "sp_ulysses --shard-weights", "pp"]
-# Recomputation, loss
-WAYS = [("block", "chunked"), ("none", "chunked"), ("block", "full"), ("selective", "chunked")]
-WAYS += [("offload", "chunked")]
-JOURNAL = HERE.parent / ".oom_search.jsonl"  # oom_search.py's own: what was predicted before
-SHORTEST, LONGEST = 2048, 2**20  # tokens; what is longer goes on as a straight line
-EXACT = 0.01  # how far a straight line between two lengths may be from the prediction
-MOST = 142 * 1024  # MiB, no GPU has more
-
-
-def settings():
-    """Whose memory is predicted: model, strategy, ranks, recomputation, loss."""
-    yield from ((model, "plain", 1, way, "full") for model in MODELS for way in ("block", "none"))
-    for way, world, strategy, model in product(WAYS, (4, 8, 2), STRATEGIES, MODELS):
-        yield model, strategy, world, *way
-
-
-def memory():
-    """Peaks by length, in MiB of each of oom_search.PARTS.
-
-    curves: for each of settings() and each rank that may need most, [[tokens, *parts], ...].
-    steps: the same at the peak inside AdamW's step, which does not depend on the length, nor on
-    what is recomputed; of it the optimizer's state is there during forward and backward, too.
-    Anew, without the journal, all this takes more than an hour of a laptop's core.
-    """
-    known = oom_search.read_journal(JOURNAL)
-    for name in oom_search.PRELOAD:
-        importlib.import_module(name)
-    curves, steps = {}, {}
-    for model, strategy, world, recompute, loss in tqdm(list(settings()), desc="memory"):
-        ranks = oom_search.ranks_to_try(strategy, world)
-        ask = partial(predict, known, model, strategy, world)
-        key = f"{model} {strategy} {world}"
-        if key not in steps:
-            steps[key] = [ask(rank, "block", "chunked", "adamw", 64) for rank in ranks]
-        own = [partial(ask, rank, recompute, loss, "none") for rank in ranks]
-        curves[f"{key} {recompute} {loss}"] = [curve(ask) for ask in own]
-    gpus = {name: gib for name, (gib, capability) in oom_search.GPUS.items() if capability >= 8}
-    told = {"models": MODELS, "gpus": gpus, "outside": oom_search.OUTSIDE}
-    return told | {"parts": oom_search.PARTS, "curves": curves, "steps": steps}
-
-
-def predict(known, model, strategy, world, rank, recompute, loss, optimizer, length):
-    """MiB of each part at the peak of a step, as oom_search.py --at finds it."""
-    name, *own = strategy.split()
-    argv = ["--how", "predicted", "--model", model, "--optimizer", optimizer, "--loss", loss, *own]
-    options = oom_search.parse([*argv, "--recompute", recompute])
-    case = oom_search.make_case(name, world, rank, length, options)
-    if (key := oom_search.as_key(case)) not in known:
-        with tempfile.TemporaryDirectory() as folder:
-            job = oom_search.launch(case, folder, options.timeout)
-            while not (result := oom_search.results(job)):
-                time.sleep(0.02)
-        known[key] = result
-        oom_search.append(JOURNAL, {"case": case, "result": result})
-    parts = known[key]["breakdown"]
-    return [round(parts[part] / 2**20, 1) for part in oom_search.PARTS]
-
-
-def curve(ask):
-    """[[tokens, *parts], ...]: as many lengths as make straight lines between them good enough."""
-    points = {length: ask(length) for length in (SHORTEST, oom_search.TILE, 4 * oom_search.TILE)}
-
-    def refine(a, b):
-        middle = round(math.sqrt(a * b) / 512) * 512
-        if b < 1.1 * a:
-            return
-        straight = sum(points[a]) + (sum(points[b]) - sum(points[a])) * (middle - a) / (b - a)
-        points[middle] = ask(middle)
-        if abs(straight / sum(points[middle]) - 1) > EXACT:
-            refine(a, middle)
-            refine(middle, b)
-
-    *_, a, b = points
-    token = (sum(points[b]) - sum(points[a])) / (b - a)  # MiB
-    top = int(min(LONGEST, b + (MOST - sum(points[b])) / token)) // 512 * 512
-    if top > b:
-        points[top] = ask(top)
-    for a, b in pairwise(sorted(points)):
-        refine(a, b)
-    return [[length, *points[length]] for length in sorted(points)]
 
 
 # Pipelines: pp.py's own schedules and simulator
@@ -280,8 +191,8 @@ MICROBATCHES = [1, 2, 3, 4, 6, 8, 12, 16]
 def pipelines():
     """What each rank does, in order, of every schedule; pp.py's formula of its bubble, for COSTS.
 
-    F5.2: forward of stage 5 on microbatch 2. The order does not depend on the costs: the page runs
-    the clock of pp.simulate().
+    F2: forward of microbatch 2; Fa1: of microbatch 10 (in hexadecimal: M is 16 at most), in the
+    rank's stage 1. The order does not depend on the costs: the page runs pp.simulate()'s clock.
     """
     found = {}
     for schedule, P, M in product(pp.SCHEDULES, range(2, 9), MICROBATCHES):
@@ -295,7 +206,9 @@ def pipelines():
                 formulas.append(formula and round(formula, 6))  # None: no closed form
             row = {"formula": formulas}
             row["in_flight"] = [pp.most_in_flight(actions) for actions in ranks]
-            row["orders"] = [" ".join(f"{k}{stage}.{m}" for k, stage, m in a) for a in ranks]
+            own = [[(k, f"{m:x}", str(stage // P)) for k, stage, m in x] for x in ranks]
+            width = 3 if V > 1 else 2
+            row["orders"] = ["".join("".join(name[:width]) for name in names) for names in own]
             found[f"{schedule} {P} {M} {V}"] = row
     return {"costs": COSTS, "microbatches": MICROBATCHES, "schedules": found}
 
@@ -369,7 +282,8 @@ def collectives():
     return data
 
 
-VIEWS = {f.__name__: f for f in (layouts, memory, pipelines, collectives)} | {"time": timetable}
+VIEWS = {f.__name__: f for f in (layouts, memory, pipelines, collectives)}
+VIEWS |= {"time": timetable, "bugs": bugs}
 
 
 def embedded(page):
@@ -392,6 +306,7 @@ def main():
     only = parser.parse_args().only
     old = embedded(PAGE) if PAGE.exists() else {}
     data = {name: make() if name in only else old.get(name) for name, make in VIEWS.items()}
+    data["questions"] = questions(data, pp, LABELS)
     pp.atomic_write(PAGE, lambda draft: draft.write_text(assemble(data)))
     print(f"{PAGE}: {PAGE.stat().st_size / 1024:,.0f} KiB")
 

@@ -1,26 +1,30 @@
-"""notebooks/explorer.html: its data made anew, and its views in a real browser."""
+"""notebooks/explorer.html: its data made anew, its questions and its views in a real browser."""
 
 import dataclasses
 import importlib
+import io
 import json
 import random
 import re
 import shutil
 import sys
 from contextlib import contextmanager
+from itertools import product
 
 import pytest
 from conftest import python
 from forks import ROOT
+from pytest import approx
 
 import oom_search
 import pp
 import sp_layout_sim
 
 PAGE = ROOT / "notebooks" / "explorer.html"
-VIEWS = ["layouts", "memory", "pipelines", "collectives", "time"]
+VIEWS = ["layouts", "memory", "pipelines", "collectives", "time", "bugs"]
 SIZES = {"laptop": (1280, 800), "phone": (390, 844), "tablet": (800, 1000)}
-SIZES["projector"] = 1920, 1080
+SIZES |= {"projector": (1920, 1080), "low": (844, 390)}
+ROUGH = 0.08  # how far memory is off where three lengths are predicted, or microbatches added
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking"]
 QUIET += ["--disable-component-update", "--disable-sync", "--no-first-run"]
 
@@ -34,12 +38,28 @@ def maker():
 
 def test_page_is_made_of_its_parts(maker):
     assert PAGE.read_text() == maker.assemble(maker.embedded(PAGE)), "run make_explorer.py"
-    assert PAGE.stat().st_size < 3e6
-    assert len((PAGE.parent / "make_explorer.py").read_text().splitlines()) <= 400
-    found = {p.name: re.findall(r'"(\.\./[^"]+)"', p.read_text()) for p in maker.PARTS.glob("*.js")}
-    links = found.pop("shell.js")
-    assert not any(found.values()), "all links stand in LINKS, for the site's build"
+    assert PAGE.stat().st_size < 1e6
+    parts = [*maker.PARTS.glob("*.*"), PAGE.parent / "make_explorer.py"]
+    sizes = {p: len(p.read_text().splitlines()) for p in parts}
+    assert [str(p) for p, size in sizes.items() if size > (370 if p.stem != "page" else 300)] == []
+    links = [link for p in sizes for link in re.findall(r'"(\.\./[^"]+)"', p.read_text())]
     assert [link for link in links if not (PAGE.parent / link).exists()] == []
+
+
+def test_questions_are_made_of_the_data(maker):
+    """Each in the view that answers it; whoever is wrong is told why."""
+    data = maker.embedded(PAGE)
+    questions = data.pop("questions")
+    assert questions == json.loads(json.dumps(maker.questions(data, pp, maker.LABELS)))
+    assert len(questions) >= 24 and {question["view"] for question in questions} == set(VIEWS)
+    for question in questions:
+        reasons = [why for _, why in question.get("options", []) if why is not None]
+        reasons += [why for _, _, *both in question.get("marks", []) for why in both]
+        assert all(len(why.split()) > 4 for why in [question["because"], *reasons])
+    rows = data["bugs"]["scripts"]["tp"]["missing_backward_all_reduce"]["rows"]
+    rows[[name for name, *_ in rows].index("loss")][1] = 0.5
+    with pytest.raises(ValueError):  # with that loss the question would have no answer
+        maker.questions(data, pp, maker.LABELS)
 
 
 @pytest.mark.slow
@@ -47,6 +67,21 @@ def test_page_is_made_of_its_parts(maker):
 def test_data_is_the_scripts(maker, view):
     anew = json.loads(json.dumps(maker.VIEWS[view]()))
     assert maker.embedded(PAGE)[view] == anew, "run make_explorer.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["tp", "sp_megatron", "sp_ulysses", "pp"])
+def test_bugs_are_what_the_scripts_find(maker, script):
+    """Which rows are wrong, and how far, of one bug: by a run of it now."""
+    from explorer import bugs
+
+    report = maker.embedded(PAGE)["bugs"]["scripts"][script]
+    bug, known = random.Random(7).choice(list(report.items()))
+    found = bugs.summary(bugs.run(script, bug))
+    assert all(found[key] == known[key] for key in ("wrong", "of", "coverage"))
+    for mine, theirs in zip(found["rows"], known["rows"], strict=True):
+        assert [mine[0], *mine[2:]] == [theirs[0], *theirs[2:]]
+        assert mine[1] == approx(theirs[1], rel=0.06) or mine[2] == 0
 
 
 def test_page_is_made_by_its_command(maker, monkeypatch, tmp_path):
@@ -85,7 +120,7 @@ def opened(browser, fragment, size="laptop", page=PAGE, **options):
     tab.goto(f"{page.as_uri()}#{fragment}")
     yield tab
     tab.close()
-    assert [c for c in complaints if not c.startswith((page.as_uri(), "data:"))] == []
+    assert [c for c in complaints if not c.startswith(("file:", "data:"))] == []
 
 
 def figures(tab):
@@ -100,11 +135,18 @@ UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "s": 1, "ms": 1e-3, "
 def shows(text, number):
     """Whether the page shows this number: of 3 digits the last may be off by one."""
     value, unit = text.replace(",", "").split()
-    return float(value) * UNITS[unit] == pytest.approx(number, rel=0.006)
+    return float(value) * UNITS[unit] == approx(number, rel=0.006)
 
 
 def wait(tab, condition):
     tab.wait_for_function(f"() => {condition}", timeout=9000)
+
+
+def show(tab, view, **state):
+    """Go to a view in this state, and wait until it is shown."""
+    words = "".join(f"&{key}={value}" for key, value in state.items())
+    tab.evaluate("to => { location.hash = to }", f"#{view}{words}")
+    wait(tab, " && ".join(f"String(state.{key}) === '{state[key]}'" for key in state))
 
 
 # Pixels of the smallest text outside of a pipeline's cells, of the lowest slider
@@ -121,34 +163,143 @@ SMALLEST = """() => {
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("view", VIEWS)
 def test_view_fits(browser, view, size):
+    """A picture and what moves it are seen together, on a phone on its side too."""
     dark = size in ("phone", "projector")
-    with opened(browser, view, size, color_scheme="dark" if dark else "light") as tab:
-        assert tab.locator("nav a").count() == 5
+    with opened(browser, f"{view}&", size, color_scheme="dark" if dark else "light") as tab:
+        assert tab.locator("nav a").count() == 6
         assert tab.locator("nav a[aria-current]").get_attribute("href").startswith(f"#{view}")
         assert tab.locator("p:has-text('In the course') a").count() > 0
         wide, shown = tab.evaluate("[document.documentElement.scrollWidth, innerWidth]")
         assert wide <= shown
         text, slider = tab.evaluate(SMALLEST)
         assert text > 11.9 and (slider >= 40 or size in ("laptop", "projector"))
-        box = tab.locator("svg.picture").first.bounding_box()
+        box, high = tab.locator("svg.picture").first.bounding_box(), SIZES[size][1]
         assert box["width"] > (300 if size != "projector" else 1000)
         if size in ("laptop", "projector"):
-            assert box["y"] + box["height"] <= SIZES[size][1]
+            assert box["y"] + box["height"] <= high
+        if tab.locator(".player").count():
+            player = tab.locator(".player").bounding_box()
+            seen = min(high, player["y"] if player["y"] > box["y"] else high) - box["y"]
+            assert player["y"] + player["height"] <= high and seen > min(150, box["height"] / 2)
         assert tab.locator("svg.picture[tabindex='0']").first.get_attribute("aria-label")
 
 
+# Of every text in a picture: its words, colour, opacity and box
+TEXTS = """() => [...document.querySelectorAll("svg text")].map((text) => {
+    let opacity = 1
+    for (let at = text; at; at = at.parentElement) opacity *= getComputedStyle(at).opacity
+    const { x, y, width, height } = text.getBoundingClientRect()
+    const colour = getComputedStyle(text).fill.match(/[\\d.]+/g).slice(0, 3).map(Number)
+    const [left, top] = [x + scrollX, y + scrollY]
+    return [text.textContent, colour, opacity, [left, top, left + width, top + height]]
+}).filter(([words, , , box]) => words && box[2] < innerWidth)"""
+UNSEEN = "svg text { opacity: 0 } .player { display: none !important }"
+
+
+def brightness(colour):
+    """WCAG's relative luminance, and what is added to it in a contrast."""
+    linear = [max(x / 12.92, ((x + 0.055) / 1.055) ** 2.4) for x in (x / 255 for x in colour)]
+    return sum(x * weight for x, weight in zip(linear, (0.2126, 0.7152, 0.0722))) + 0.05
+
+
+STATES = ["layouts&sp&step=2", "memory&", "pipelines&", "pipelines&interleaved&V=4&step=20"]
+STATES += ["collectives&op=all_reduce&step=2", "time&", "time&model=llama-3.1-70b&P=8", "bugs&"]
+
+
 @pytest.mark.slow
-def test_tips_by_mouse_and_by_touch(browser):
-    """Beside what they explain, never over it; a tap shows one, a tap elsewhere hides it."""
-    with opened(browser, "layouts") as tab:
-        tip, target = tab.locator("#tip"), tab.locator("svg.picture [data-tip]").nth(1)
-        target.hover()
-        assert tip.inner_text().startswith("rank 1: norm 1")
-        place, box = target.bounding_box(), tip.bounding_box()
-        assert box["x"] >= place["x"] + place["width"] or box["x"] + box["width"] <= place["x"]
-        tab.keyboard.press("Escape")
-        assert tip.is_hidden()
-    with opened(browser, "layouts", "phone", has_touch=True) as tab:
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", ["laptop", "phone"])
+def test_contrast_and_what_else_axe_finds(browser, scheme, size):
+    """axe knows nothing of texts in pictures: these are held against the pixels behind them."""
+    axe = pytest.importorskip("axe_playwright_python.base", reason="needs the extra browser")
+    image = pytest.importorskip("PIL.Image")
+    for state in [*STATES, *VIEWS, "score&right=m1&wrong=c1"]:
+        with opened(browser, state, size, color_scheme=scheme, reduced_motion="reduce") as tab:
+            tab.evaluate(axe.AXE_SCRIPT)
+            found = tab.evaluate("axe.run()")["violations"]
+            assert [v for v in found if v["impact"] in ("serious", "critical")] == [], state
+            texts = tab.evaluate(TEXTS)
+            tab.add_style_tag(content=UNSEEN)
+            page = image.open(io.BytesIO(tab.screenshot(full_page=True))).convert("RGB")
+            for words, colour, opacity, box in texts:
+                _, behind = max(page.crop(box).getcolors(10**6))
+                mixed = [opacity * a + (1 - opacity) * b for a, b in zip(colour, behind)]
+                dark, light = sorted(map(brightness, (mixed, behind)))
+                assert light / dark > 4.5, (state, words)
+
+
+@pytest.mark.slow
+def test_the_way_home_the_shade_and_what_comes_first(browser, tmp_path):
+    """A link to a view leads home, and to the code where that is published."""
+    shade = "getComputedStyle(document.body).backgroundColor"
+    code, address = '<meta name="code" content="', "https://github.com/somebody/labs"
+    early = "<script>dispatchEvent(new Event('resize'))</script></body>"
+    (there := tmp_path / "explorer.html").write_text(
+        PAGE.read_text().replace(code, code + address).replace("</body>", early)
+    )
+    with opened(browser, "memory&") as tab, opened(browser, "memory&", page=there) as published:
+        assert [a.inner_text() for a in tab.locator("#out a").all()] == ["Home"]
+        assert published.locator("#out a").last.get_attribute("href") == address
+        light = tab.evaluate(shade)
+        tab.evaluate("localStorage.setItem('mode', 'dark')")  # as the site's button does
+        tab.reload()
+        assert tab.evaluate(shade) != light
+    with opened(browser, "", java_script_enabled=False) as tab:
+        words = tab.locator("noscript").inner_text()
+        assert "needs JavaScript" in words and all(view in words for view in ("Memory", "Break it"))
+    (frame := tmp_path / "front.html").write_text(f'<iframe src="{there.as_uri()}#ask=m1">')
+    with opened(browser, "", page=frame) as tab:
+        tab.frames[1].get_by_role("button", name="These are my guesses").press("Enter")
+        assert tab.frames[1].locator(".verdict").is_visible()
+        assert tab.frames[1].locator("nav").is_hidden()
+
+
+# Questions
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("view", VIEWS)
+def test_predict_then_reveal(browser, maker, view):
+    """The view is covered until there is a guess; by keyboard alone. A wrong guess is told why."""
+    questions = [q for q in maker.embedded(PAGE)["questions"] if q["view"] == view]
+    with opened(browser, view, "phone") as tab:
+        for question in questions:
+            tab.evaluate("to => { location.hash = to }", f"#ask={question['id']}")
+            wait(tab, f"question?.id === '{question['id']}'")
+            assert tab.locator(".stage, .verdict, .because").count() == 0
+            if question["kind"] == "choice":
+                reasons = [why for _, why in question["options"]]
+                wrong = next(i for i, why in enumerate(reasons) if why is not None)
+                tab.locator(".option input").nth(wrong).focus()
+                tab.keyboard.press(" ")
+            if question["kind"] == "ring":  # once with a step too many
+                for chunk in {"all_gather": "aadc", "reduce_scatter": "dcb"}[question["op"]]:
+                    tab.get_by_role("button", name=f"chunk {chunk}").press("Enter")
+                right = question["op"] == "reduce_scatter"
+            else:
+                tab.locator("button.main").press("Enter")
+                right = False
+            told = tab.locator(".verdict").inner_text()
+            assert told.startswith("Right. " if right else "Not quite. ")
+            assert question["kind"] != "choice" or reasons[wrong] in told
+            assert tab.locator(".because").inner_text() == question["because"]
+            assert tab.locator(".stage svg.picture").count() > 0
+            for key, value in re.findall(r"&(\w+)=([\w.-]+)", question["see"].replace("&step", "")):
+                assert str(tab.evaluate(f"state.{key}")) == value, question["id"]
+        got = int(view == "collectives")
+        score = tab.locator(".kicker a")
+        assert f"Score: {got} of" in score.inner_text()
+        link = score.get_attribute("href")
+    with opened(browser, link.removeprefix("#")) as tab:  # somebody else's page
+        assert f": {got} of" in tab.locator("h2").inner_text()
+        assert tab.locator(".dots .wrong").count() == len(questions) - got
+
+
+@pytest.mark.slow
+def test_tips(browser):
+    """A tap shows one, beside what it explains and never over it; a tap elsewhere hides it."""
+    with opened(browser, "layouts&", "phone", has_touch=True) as tab:
         tip, target = tab.locator("#tip"), tab.locator("svg.picture [data-tip]").nth(1)
         target.tap()
         assert tip.inner_text().startswith("rank 1: norm 1")
@@ -177,29 +328,32 @@ def test_keys_buttons_and_play(browser, view):
         wait(tab, f"document.querySelector('.player input').value > {at()}")
         tab.keyboard.press(" ")
         assert tab.get_by_role("button", name="Play").count() == 1
+        on = tab.get_by_role("button", name="A step on")
+        tab.evaluate("set({ step: 9999 })")
+        tab.evaluate("move(-1)")
+        on.press("Enter")  # at the end the focus stays
+        assert tab.evaluate("document.activeElement.title").startswith("A step on")
+        if view == "pipelines":  # what a click on a microbatch does
+            tab.locator("[data-control=follow]").select_option("2")
+            assert tab.locator(".cell:not(.other)").count() == 2 * 8
 
 
 @pytest.mark.slow
 def test_state_stands_in_the_fragment(browser):
     with opened(browser, "layouts&ulysses&P=3&step=7") as tab:
-        ranks = tab.locator("[data-control=P]")
-        assert ranks.get_attribute("aria-valuetext") == "3"
-        ranks.focus()
-        tab.keyboard.press("ArrowRight")
+        tab.locator("[data-control=P]").press("ArrowRight")
         wait(tab, "location.hash === '#layouts&ulysses&step=7'")  # 4 is the default
-        tab.locator("[data-control=layout]").select_option("cp")
-        wait(tab, "location.hash === '#layouts&cp&step=7'")
-        tab.evaluate("location.hash = '#collectives&op=all_gather&P=5&step=2'")
-        assert tab.locator("[data-control=op]").input_value() == "all_gather"
-        assert tab.locator(".player output").inner_text() == "step 2 of 4"
+        tab.evaluate("location.hash = '#time&nodes=4'")
+        wait(tab, "state.P === 32")  # a link from before there were fewer than 8 GPUs
         tab.locator("nav a").first.click()  # a view is as it was left
-        assert tab.locator("[data-control=layout]").input_value() == "cp"
+        assert tab.locator("[data-control=layout]").input_value() == "ulysses"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", ["nothing", "layouts&P=99&layout=&x&=&step=-1", "layouts&P=%&"])
 def test_broken_fragments(browser, wrong):
-    with opened(browser, wrong) as tab, opened(browser, "layouts") as right:
+    usual = "layouts&" if "&" in wrong else "layouts"
+    with opened(browser, wrong) as tab, opened(browser, usual) as right:
         assert tab.locator("main").inner_text() == right.locator("main").inner_text()
     with opened(browser, "layouts&P=2&step=999") as tab:  # more steps than there are: the last
         assert len(set(tab.locator(".player output").inner_text().split()[1::2])) == 1
@@ -212,7 +366,7 @@ def test_links_from_the_notes_name_moments(browser):
     texts = [file.read_text() for file in files]
     links = re.findall(r"explorer\.html#([^)\s]+)\)", " ".join(texts))
     assert len(links) > 15
-    with opened(browser, "layouts") as tab:
+    with opened(browser, "layouts&") as tab:
         for link in sorted(set(links)):
             view, *words = link.split("&")
             tab.evaluate("to => { location.hash = to }", f"#{link}")
@@ -226,79 +380,40 @@ def test_links_from_the_notes_name_moments(browser):
                 assert f"step {link.split('step=')[1]} of" in told, link
 
 
-@pytest.mark.slow
-def test_pieces_travel_unless_motion_is_unwelcome(browser):
-    moving = "document.getAnimations().filter(a => a.animationName === 'travel').length"
-    for view in ("layouts&sp&step=2", "collectives&step=2"):
-        with opened(browser, view) as tab:
-            assert tab.evaluate(moving) == tab.locator(".piece").count() > 0
-        with opened(browser, view, reduced_motion="reduce") as tab:
-            assert tab.evaluate(moving) == 0
-            assert tab.locator(".way").count() == tab.locator(".piece").count() > 0
-
-
-# Of every step of the layout on P ranks: the sentence, marks in the small block, names, collective
-TOLD = """P => {
-    set({ P })
-    const { moments, tensors } = DATA.layouts.runs[state.layout][P - 1]
-    return moments.map(([, before, after, collective], i) => {
-        set({ step: i + 1 })
-        const here = document.querySelectorAll(".station.now").length
-        const names = `${tensors[before][0]} ${tensors[after][0]}`
-        return [document.querySelector(".words").innerText, here, names, collective]
-    })
-}"""
+# Of every step of a layout: the sentence, marks in the small block, collective
+TOLD = """layout => DATA.layouts.runs[layout][2].moments.map(([, , , collective], i) => {
+    set({ layout, P: 3, step: i + 1 })
+    const here = document.querySelectorAll(".station.now").length
+    return [document.querySelector(".words").innerText, here, collective]
+})"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", sp_layout_sim.LAYOUTS)
-def test_every_step_is_explained(browser, layout):
-    """What happens and why, not only which names change; 5 to 8 highlights lead to steps."""
-    with opened(browser, f"layouts&{layout}") as tab:
-        for P in (1, 2, 7):
-            for words, here, names, collective in tab.evaluate(TOLD, P):
-                title, why = words.split(": ", 1)
-                assert (collective.replace("_", "-") or "no message") in title
-                assert re.search(r"\b(since|so|needs?|only|same|at a time)\b", why), words
-                assert len(set(why.split()) - set(names.split())) > 9, words
-                assert here == 1 and not re.search("undefined|[{}]", words), words
-        chips = tab.locator(".chips button").all()
-        assert 5 <= len(chips) <= 8
-        for chip in chips:
-            chip.click()
-            assert chip.get_attribute("aria-pressed") == "true"
-
-
-@pytest.mark.slow
-def test_colours_of_replicas_and_of_one_ranks_messages(browser):
-    colours = "all => all.map((x) => x.getAttribute('fill') || x.getAttribute('stroke'))"
-    with opened(browser, "layouts&sp&P=3&step=2") as tab:
-        held = lambda name: tab.locator(f"[data-tip^='{name}'] .held").evaluate_all(colours)  # noqa: E731
-        for rank in range(3):
-            assert held(f"rank {rank}: norm 1") == [f"var(--rank{rank})"]
-            assert held(f"rank {rank}: enter attention") == [f"var(--rank{r})" for r in range(3)]
-        tab.evaluate("set({ P: 8 })")  # 56 messages: one rank's are drawn
-        for rank in (0, 5):
-            tab.locator(f"[data-tip^='rank {rank}: norm 1']").hover()
-            assert tab.locator(".way").evaluate_all(colours) == [f"var(--rank{rank})"] * 7
-
-
-SETTINGS = [(layout, P) for layout in sp_layout_sim.LAYOUTS for P in range(1, 9)]
+def test_every_step_is_explained(browser):
+    """What happens and why."""
+    with opened(browser, "layouts&") as tab:
+        for words, here, collective in sum(
+            (tab.evaluate(TOLD, x) for x in sp_layout_sim.LAYOUTS), []
+        ):
+            title, why = words.split(": ", 1)
+            assert (collective.replace("_", "-") or "no message") in title
+            assert re.search(r"\b(since|so|needs?|only|same|at a time)\b", why), words
+            assert len(why.split()) > 12 and here == 1
+            assert not re.search("undefined|[{}]", words), words
 
 
 @pytest.mark.slow
 def test_layouts_on_the_page_are_the_simulators(browser, maker):
     """At the end all that is sent; on the way what each rank holds: shapes, slices."""
-    with opened(browser, "layouts") as tab:
-        for layout, P in random.Random(0).sample(SETTINGS, 12):
+    settings = [(layout, P) for layout in sp_layout_sim.LAYOUTS for P in range(1, 9)]
+    with opened(browser, "layouts&") as tab:
+        for layout, P in random.Random(0).sample(settings, 8):
             args = sp_layout_sim.parse([*maker.BLOCK, "--tp", str(P)])
             run = sp_layout_sim.run(args)["layouts"][layout]
-            tab.evaluate("to => { location.hash = to }", f"#layouts&{layout}&P={P}&step=999")
-            wait(tab, f"state.P === {P} && state.layout === '{layout}'")
+            show(tab, "layouts", layout=layout, P=P, step=999)
             found, sent = figures(tab), sum(row["sent_bytes"] for row in run["traffic"])
             assert shows(found["wire bytes so far, a rank"], sent / P)
             assert found["collectives so far"] == str(sum(t["count"] for t in run["traffic"]))
-            assert shows(found["weights on rank 0"], run["weight_bytes"][0])
             assert shows(found["kept by rank 0 for the backward"], run["kept_bytes"][0])
             for step in range(1, 9):
                 tab.evaluate("step => set({ step })", step)
@@ -318,24 +433,15 @@ def test_collectives_on_the_page_are_lab_1s(browser, maker):
     """Bytes as lab 1 counts them, seconds as it predicts them."""
     from experiments.lab1 import COSTS
 
-    settings = [(op, P) for op in maker.OPERATIONS for P in range(2, 9)]
-    with opened(browser, "collectives") as tab:
+    settings, n, us, gb = list(product(maker.OPERATIONS, range(2, 9))), 2**22, 50, 10
+    with opened(browser, "collectives&") as tab:
         for op, P in random.Random(1).sample(settings, 12):
-            n, us, gb = 2**22, 50, 10
-            words = f"#collectives&{op}&P={P}&step=99&n={n}&latency={us}&bandwidth={gb}"
-            tab.evaluate("to => { location.hash = to }", words)
-            wait(tab, f"state.P === {P} && state.op === '{op}'")
+            show(tab, "collectives", op=op, P=P, step=99, n=n, latency=us, bandwidth=gb)
             steps, sent = COSTS[op.replace("_", " " if op.startswith("gather") else "-")](P, n)
-            seconds = steps * us * 1e-6 + sent / (gb * 1e9)
             found = figures(tab)
             assert shows(found["wire bytes so far, a rank"], sent)
             assert tab.locator(".player output").inner_text() == f"step {steps} of {steps}"
-            assert shows(found["in all"], seconds)
-            a, b = us * 1e-6, 1 / gb / 1e9
-            ring, both = (P - 1) * (a + b * n / P), op in ("all_reduce", "gather_and_add")
-            priced = {"ring": 2 * ring, "gather and add": (P - 1) * (a + b * n)}
-            for name, price in (priced if both else {op.replace("_", "-"): ring}).items():
-                assert shows(found[name], price)
+            assert shows(found["in all"], steps * us * 1e-6 + sent / (gb * 1e9))
 
 
 # Memory, pipelines and time
@@ -344,35 +450,29 @@ def test_collectives_on_the_page_are_lab_1s(browser, maker):
 
 def memory_settings(memory, seed, count):
     """(key, recomputation, loss, optimizer, length), what the data have of them; MiB there."""
-    choose = random.Random(seed)
+    from explorer import questions
+
+    choose, presets = random.Random(seed), [key for key in memory["curves"] if "70b" not in key]
     while count:
-        *key, recompute, loss = choose.choice(sorted(memory["curves"])).split(" ")
+        *key, recompute, loss = choose.choice(sorted(presets)).split(" ")
         optimizer = choose.choice(["none", "adamw", "adamw-host"])
         length = round(2 ** choose.uniform(11, 20) / 512) * 512
         setting = " ".join(key), recompute, loss, optimizer, length
-        if (mib := interpolated(memory, *setting)) < 139 * 1024:  # what some GPU has
+        way = f"{recompute} {loss}"
+        mib, _ = questions.peak(memory, setting[0], way, optimizer, length)
+        if mib < 139 * 1024:  # what some GPU has
             count -= 1
-            yield setting, mib
-
-
-def interpolated(memory, key, recompute, loss, optimizer, length):
-    """MiB at the peak, from the page's data."""
-    peaks = []
-    for curve, step in zip(memory["curves"][f"{key} {recompute} {loss}"], memory["steps"][key]):
-        after = sum(at < length for at, *_ in curve)
-        (a, *below), (b, *above) = curve[max(0, min(after, len(curve) - 1) - 1) :][:2]
-        total = sum(below) + (sum(above) - sum(below)) * (length - a) / (b - a)
-        state = step[memory["parts"].index("optimizer state")]
-        peaks.append(max(total + state, sum(step)) if optimizer == "adamw" else total)
-    return max(peaks)
+            gpu = choose.choice(list(memory["gpus"]))
+            longest = questions.longest(memory, setting[0], way, optimizer, gpu)
+            yield setting, mib, gpu, longest
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", range(40))
 def test_memory_is_predicted(maker, tmp_path, case):
-    """40 random settings, interpolated from the page's data: as oom_search.py predicts them."""
+    """Settings between the lengths of the page's data: as oom_search.py predicts them."""
     memory = maker.embedded(PAGE)["memory"]
-    setting, mib = list(memory_settings(memory, 2, 40))[case]
+    setting, mib, *_ = list(memory_settings(memory, 2, 40))[case]
     key, recompute, loss, optimizer, length = setting
     model, strategy, *shard, world = key.split(" ")
     command = ["oom_search.py", "--how", "predicted", "--at", length, "--strategy", strategy]
@@ -382,43 +482,28 @@ def test_memory_is_predicted(maker, tmp_path, case):
     assert done.returncode == 0, done.stderr
     [row] = json.loads((tmp_path / "direct.json").read_text())["results"]
     direct = max(row["at"][0]["peak_memory_bytes"]) / 2**20
-    assert mib == pytest.approx(direct, rel=0.02), setting
+    exact = world in "248" or strategy == "plain"  # of the others three lengths are predicted
+    assert mib == approx(direct, rel=0.02 if exact else ROUGH), setting
 
 
 @pytest.mark.slow
 def test_memory_on_the_page(browser, maker):
-    """Peak, limit and longest length, of 20 settings, as from the page's data in Python."""
-    memory = maker.embedded(PAGE)["memory"]
-    with opened(browser, "memory") as tab:
-        for i, (setting, mib) in enumerate(memory_settings(memory, 3, 20)):
+    """Peak and longest length, of 20 settings, as from the page's data in Python."""
+    with opened(browser, "memory&") as tab:
+        for setting, mib, gpu, longest in memory_settings(maker.embedded(PAGE)["memory"], 3, 20):
             key, recompute, loss, optimizer, length = setting
             model, strategy, *shard, world = key.split(" ")
-            gpu = list(memory["gpus"])[i % len(memory["gpus"])]
-            kind = "all-to-all" if strategy == "sp_ulysses" else "several"
-            room = memory["gpus"][gpu] - memory["outside"]["one rank" if world == "1" else kind]
-            words = f"memory&{strategy}&model={model}&gpu={gpu}&P={world}&length={length}"
-            words += f"&recompute={recompute}&loss={loss}&optimizer={optimizer}"
-            words += f"&shard={'yes' if shard else 'no'}"
-            tab.evaluate("to => { location.hash = to }", words)
-            told = f"{length:,} tokens take"
-            tab.wait_for_function("t => document.body.innerText.includes(t)", arg=told)
+            words = {"model": model, "gpu": gpu, "P": world, "length": length, "loss": loss}
+            words |= {"recompute": recompute, "optimizer": optimizer, "strategy": strategy}
+            if strategy == "plain":
+                del words["P"], words["loss"]
+            show(tab, "memory", **words, shard="yes" if shard else "no")
             shown = tab.locator(".words").inner_text()
-            peak, limit = (float(x) for x in re.findall(r"([\d.]+) GiB", shown)[:2])
-            assert peak == pytest.approx(mib / 1024, rel=0.006)
-            assert limit == pytest.approx(room, rel=0.006)
-            assert ("fits" in shown) == (mib <= room * 1024)
-            longest = tab.locator("h2").first.inner_text().split(":")[1].replace(",", "")
-            longest = int(re.search(r"\d+", longest)[0])
-            peaks = [interpolated(memory, *setting[:-1], n) for n in (longest, longest + 512)]
-            fits = [peak <= 1024 * room for peak in peaks]
-            assert fits == [True, False] or longest == 2048 and fits == [False, False]
-            halves = tab.locator("svg.picture").first.get_attribute("aria-label")
-            steps = re.findall(r"optimizer's step ([\d.]+) GiB", halves)
-            assert [float(x) for x in steps] == [
-                pytest.approx(max(map(sum, memory["steps"][key])) / 1024, rel=0.006)
-            ] * (optimizer == "adamw")
+            assert float(re.search(r"([\d.]+) GiB", shown)[1]) == approx(mib / 1024, rel=0.006)
+            head = tab.locator(".stage h2").first.inner_text()
+            assert f": {longest:,} tokens" in head or not longest and "not even 2,048" in head
             asked = oom_search.parse(tab.locator("code").inner_text().split()[2:])
-            assert asked.at == [length] and asked.nproc == [int(world)] and asked.model == model
+            assert [asked.at, asked.nproc, asked.model] == [[length], [int(world)], model]
             assert [asked.recompute, asked.loss, asked.optimizer] == [recompute, loss, optimizer]
             assert asked.strategies == [strategy] and asked.shard_weights == bool(shard)
 
@@ -426,28 +511,30 @@ def test_memory_on_the_page(browser, maker):
 @pytest.mark.slow
 def test_pipelines_on_the_page_are_pps(browser, maker):
     """The timeline that the page draws, its bubble and formula, of 20 settings: pp.py's."""
-    data = maker.embedded(PAGE)["pipelines"]
-    with opened(browser, "pipelines") as tab:
+    data, names = maker.embedded(PAGE)["pipelines"], {"F": "forward", "B": "backward"}
+    with opened(browser, "pipelines&") as tab:
         for setting in random.Random(4).sample(sorted(data["schedules"]), 20):
             schedule, P, M, V = (int(x) if x.isdigit() else x for x in setting.split(" "))
             costs = random.Random(setting).choice(list(data["costs"]))
-            words = f"pipelines&{schedule}&P={P}&M={M}&V={V}&costs={costs}"
-            tab.evaluate("to => { location.hash = to }", words)
-            told = f"{P} ranks, {M} microbatches"
-            tab.wait_for_selector(f"svg.picture[aria-label*='{told}']", state="attached")
+            show(
+                tab,
+                "pipelines",
+                schedule=schedule,
+                P=P,
+                M=M,
+                costs=costs,
+                **({"V": V} if V > 1 else {}),
+            )
             F, B, W = (int(x) / V for x in costs.split(":"))
             cost = {"F": F, "B": B, "W": W} if schedule == "zb" else {"F": F, "B": B + W}
             ranks = [list(pp.SCHEDULES[schedule](rank, P, M, V)) for rank in range(P)]
             rows = pp.simulate(ranks, P * V, lambda action, cost=cost: cost[action.kind])
-            cells = "cells => cells.map(cell => cell.dataset.tip)"
-            drawn = tab.locator(".cell").evaluate_all(cells)
-            names = {"F": "forward", "B": "backward", "W": "gradients of weights"}
-            for row, words in zip(rows, drawn, strict=True):
-                rank, (kind, stage, m), begin, end = row
-                assert words.startswith(f"rank {rank}: {names[kind]} of microbatch {m}")
-                assert V == 1 or f"stage {stage} of {P * V}" in words
+            drawn = tab.locator(".cell").evaluate_all("all => all.map(cell => cell.dataset.tip)")
+            for (rank, (kind, stage, m), begin, end), words in zip(rows, drawn, strict=True):
+                what = f"rank {rank}: {names.get(kind, 'gradients of weights')} of microbatch {m}"
+                assert words.startswith(what) and (V == 1 or f"stage {stage} of {P * V}" in words)
                 times = re.search(r"from ([\d.]+) to ([\d.]+) forwards", words).groups()
-                assert [float(x) * F * V for x in times] == pytest.approx([begin, end], abs=0.02)
+                assert [float(x) * F * V for x in times] == approx([begin, end], abs=0.02)
             formula = pp.bubble_formula(P, M, V, *cost.values())
             found = [f.inner_text().split("\n")[0] for f in tab.locator(".figure").all()]
             assert found[0] == f"{100 * pp.bubble(rows, P):.1f}%"
@@ -457,28 +544,55 @@ def test_pipelines_on_the_page_are_pps(browser, maker):
 
 @pytest.mark.slow
 def test_time_on_the_page_is_lab_11s(browser, maker):
-    """Seconds, the largest part, MFU, tokens a second, of 20 settings: by lab 11's functions."""
+    """Seconds, the largest part and MFU, of 20 settings; what does not fit comes last."""
     from experiments import plan
 
     lab, data = maker.load(maker.LABS / "lab11_time.py"), maker.embedded(PAGE)["time"]
     networks = {"measured": {}, "ideal": {"network": 50e9, "hop": 0.0, "spread": 0.0}}
     choose = random.Random(5)
-    with opened(browser, "time") as tab:
+    with opened(browser, "time&") as tab:
         for setting in choose.sample(sorted(data["steps"]), 20):
-            name, gpu, nodes, network, strategy = setting.split(" ")
+            name, gpus, gpu, network, strategy = setting.split(" ")
             length, count = choose.choice(data["lengths"]), choose.choice(data["counts"])
-            words = f"#time&{strategy}&model={name}&gpu={gpu}&nodes={nodes}&network={network}"
-            tab.evaluate("to => { location.hash = to }", f"{words}&length={length}&count={count}")
-            wait(tab, f"state.length === {length} && state.count === {count}")
-            found, model, gpus = figures(tab), lab.MODELS[name], 8 * int(nodes)
-            if plan.why_not(model, strategy, gpus):
+            words = {"model": name, "gpu": gpu, "P": gpus, "network": network, "length": length}
+            show(tab, "time", **words, strategy=strategy, count=count)
+            *bars, _ = tab.locator("svg.picture").all()
+            label = bars[0].get_attribute("aria-label").removeprefix("Seconds a step: ")
+            kinds = [re.search("fits|not fit|split", row)[0] for row in label.split("; ")]
+            assert len(kinds) == 5 and kinds == sorted(
+                kinds, key=["fits", "not fit", "split"].index
+            )
+            found, model = figures(tab), lab.MODELS[name]
+            if plan.why_not(model, strategy, int(gpus)):
                 assert set(found.values()) == {"none"}
                 continue
             cluster = dataclasses.replace(plan.cluster_of(lab, gpu), **networks[network])
-            parts = plan.strategy_parts(lab, model, strategy, gpus, length, count, cluster)
-            rate = count * length / sum(parts.values())
+            parts = plan.strategy_parts(lab, model, strategy, int(gpus), length, count, cluster)
             assert shows(found["a step"], sum(parts.values()))
             assert f", is {max(parts, key=parts.get)}, " in tab.locator(".words").inner_text()
-            used = lab.mfu(model, length, rate, gpus, lab.H100.peak)
-            assert float(found["MFU"].strip("%")) / 100 == pytest.approx(used, abs=6e-4)
-            assert shows(found["tokens a second"] + " B", rate)
+            rate = count * length / sum(parts.values())
+            used = lab.mfu(model, length, rate, int(gpus), lab.H100.peak)
+            assert float(found["MFU"].strip("%")) / 100 == approx(used, abs=6e-4)
+
+
+FITS = [("llama-3.1-8b", "pp", 16, 32768, 16), ("llama-3.1-70b", "sp", 32, 65536, 4)]
+FITS += [("llama-3.2-1b", "ulysses", 32, 131072, 16), ("llama-3.1-8b", "tp", 1, 8192, 4)]
+FITS += [("llama-3.1-70b", "ulysses_sharded", 16, 32768, 4), ("llama-3.1-70b", "tp", 4, 4096, 4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name,strategy,gpus,length,count", FITS)
+def test_what_fits_is_oom_searchs(browser, maker, name, strategy, gpus, length, count):
+    """Where Time says how much a strategy needs, and lab 11's plan, it is the same."""
+    from experiments import plan
+
+    model = maker.load(maker.LABS / "lab11_time.py").MODELS[name]
+    [known] = plan.peak_memory([strategy], model, gpus, length, count, "h100").values()
+    with opened(
+        browser, f"time&{strategy}&model={name}&P={gpus}&length={length}&count={count}"
+    ) as tab:
+        shown = tab.locator(".words").inner_text()
+    assert float(re.search(r"needs ([\d.]+) GiB", shown)[1]) * 2**30 == approx(
+        known["peak_bytes"], rel=ROUGH
+    )
+    assert ("it fits" in shown) == known["fits"]

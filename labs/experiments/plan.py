@@ -106,26 +106,49 @@ def strategy_parts(lab, model, strategy, gpus, length, sequences, cluster):
     return parts | {"bubble": bubble, "gradients": once, "other": cluster.other}
 
 
-def peak_memory(strategies, model, gpus, length, gpu):
-    """{strategy: (peak bytes of the worst rank, whether it fits)}, as oom_search.py predicts them.
+def config_of(model):
+    """A lesson's model as the config.json of a LLaMA, which oom_search.py and the scripts read."""
+    sizes = {"num_hidden_layers": model.layers, "hidden_size": model.hidden}
+    sizes |= {"num_attention_heads": model.heads, "num_key_value_heads": model.kv_heads}
+    sizes |= {"intermediate_size": model.ffn, "vocab_size": model.vocab}
+    sizes |= {"tie_word_embeddings": model.tied, "max_position_embeddings": 1 << 20}
+    return {"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | sizes
 
-    With AdamW, its state on the device. A strategy that oom_search.py refuses is left out.
+
+def peak_memory(strategies, model, gpus, length, sequences, gpu):
+    """{strategy: {"peak_bytes", "fits", "why"}} of the worst rank, as oom_search.py predicts them.
+
+    With AdamW, its state on the device; of PP as many microbatches as 1F1B has in flight. why: what
+    oom_search.py says where it has no answer; then peak_bytes and fits are None.
     """
-    found = {}
+    found, flight = {}, str(min(sequences, gpus))
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "memory.json"
+        file, config = Path(folder, "memory.json"), Path(folder, "config.json")
+        config.write_text(json.dumps(config_of(model)))
         for strategy in strategies:
             call = [sys.executable, LABS.parent / "oom_search.py", "--strategy"]
-            call += [*STRATEGIES[strategy][1], "--model", model, "--nproc", str(gpus)]
+            call += [*STRATEGIES[strategy][1], "--model", folder, "--nproc", str(gpus)]
             call += ["--at", str(length), "--gpu", gpu, "--how", "predicted"]
             call += ["--optimizer", "adamw", "--journal", f"{folder}/journal", "--json", file]
+            call += ["--batch", flight, "--microbatches", flight] if strategy == "pp" else []
             file.unlink(missing_ok=True)
             print(f"  memory of {STRATEGIES[strategy][0]} ...", file=sys.stderr, flush=True)
-            subprocess.run(call, capture_output=True)
-            if file.exists():
-                probe = json.loads(file.read_text())["results"][0]["at"][0]
-                found[strategy] = max(probe["peak_memory_bytes"]), probe["fits"]
+            done = subprocess.run(call, capture_output=True, text=True)
+            said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+            row = json.loads(file.read_text())["results"][0] if file.exists() else {}
+            why = row.get("error") or "".join(said[-1:]).removeprefix("error: ")
+            found[strategy] = {"peak_bytes": None, "fits": None, "why": why or "no answer"}
+            if "at" in row:
+                peak, fits = max(row["at"][0]["peak_memory_bytes"]), row["at"][0]["fits"]
+                found[strategy] = {"peak_bytes": peak, "fits": fits, "why": None}
     return found
+
+
+def ranking(row):
+    """What fits comes first, the fastest of it first; then what is not known; then the rest."""
+    if row["fits"] is False:
+        return 2, row["peak_bytes"]  # the first is nearest to fitting
+    return 0 if row["fits"] else 1, row["seconds"]
 
 
 def plan(lab, args, off):
@@ -135,32 +158,36 @@ def plan(lab, args, off):
     tokens, rows = args.sequences * args.length, []
     reasons = {strategy: why_not(model, strategy, gpus) for strategy in STRATEGIES}
     able = [strategy for strategy, reason in reasons.items() if not reason]
-    memory = peak_memory(able, args.model, gpus, args.length, args.gpu)
+    memory = peak_memory(able, model, gpus, args.length, args.sequences, args.gpu)
     for strategy in able:
         parts = strategy_parts(lab, model, strategy, gpus, args.length, args.sequences, cluster)
         seconds = sum(parts.values())
-        peak, fits = memory.get(strategy, (None, None))
         used = lab.mfu(model, args.length, tokens / seconds, gpus, cluster.peak)
         row = {"strategy": strategy, "seconds": seconds, "mfu": used, "parts": parts}
-        rows.append(row | {"peak_bytes": peak, "fits": fits})
-    rows.sort(key=lambda row: row["seconds"])
+        rows.append(row | memory[strategy])
+    rows.sort(key=ranking)
     print(
         f"\n{args.model} on {args.nodes} x 8 {args.gpu}, {args.sequences} sequences of "
         f"{args.length:,} tokens a step, bf16, AdamW"
     )
+    if rows and not any(row["fits"] for row in rows):
+        print("  Nothing is known to fit: more nodes, an H200 or a shorter sequence may help.")
     lines = [["", "s a step", "tokens/s", "MFU", "what fills the time", "GiB", "fits"]]
     for row in rows:
         largest = sorted(row["parts"].items(), key=lambda part: -part[1])[:4]
         fills = [f"{name} {part / row['seconds']:.0%}" for name, part in largest]
-        size = f"{row['peak_bytes'] / 2**30:.1f}" if row["peak_bytes"] else "?"
-        fits = {True: "yes", False: "no", None: "?"}[row["fits"]]
+        size = f"{row['peak_bytes'] / 2**30:.1f}" if row["peak_bytes"] else "-"
+        fits = {True: "yes", False: "no", None: f"not known: {row['why']}"}[row["fits"]]
         speed = [f"{row['seconds']:.1f}", f"{tokens / row['seconds']:,.0f}", f"{row['mfu']:.1%}"]
         lines.append([STRATEGIES[row["strategy"]][0], *speed, ", ".join(fills), size, fits])
     lines += [
-        [STRATEGIES[strategy][0], *"----", reason] for strategy, reason in reasons.items() if reason
+        [STRATEGIES[strategy][0], *"----", "-", f"cannot run: {reason}"]
+        for strategy, reason in reasons.items()
+        if reason
     ]
     table(*lines)
     print(
+        "\n  What fits comes first. GiB: the peak of the rank that needs most, by oom_search.py."
         f"\n  How far off? Where runs could check it (dp x tp of 4096 tokens, not fitted to) half"
         f"\n  were off by {off['median']:.0%} or less, {1 - off['within_20']:.0%} by over 20%; "
         f"{off['ordered']:.0%} of pairs were in order."
@@ -223,31 +250,40 @@ def draw_plan(axis, rows):
 def timetable():
     """What the explorer's view of time shows: plans of many settings, and the runs.
 
-    steps: {"model gpu nodes network strategy": [of each length [of each number of sequences
-    [seconds of each part]]]}; runs: [what a run was, tp, predicted, measured tokens/s a GPU].
+    steps: {"model ranks gpu network strategy": [for each length: seconds of each part, as text]},
+    of a sequence; of `once` those of a step, however many sequences it has. A number is left out
+    where it is that of the first GPU and network; runs: [what a run was, tp, predicted, measured
+    tokens/s a GPU].
     """
     lab, steps = load(LABS / "lab11_time.py"), {}
-    models, nodes = [name for name in MODELS if name.startswith("llama")], [1, 2, 4]
-    lengths, counts = [4096 * 2**i for i in range(9)], [4, 16, 64]
+    models, ranks = [name for name in MODELS if name.startswith("llama")], [1, 2, 4, 8, 16, 32]
+    lengths, once = [4096 * 2**i for i in range(9)], ["bubble", "gradients", "optimizer", "other"]
     networks = {"measured": {}, "ideal": {"network": 50e9, "hop": 0.0, "spread": 0.0}}
-    for name, gpu, count, network in product(models, MEMORY, nodes, networks):
-        cluster = dataclasses.replace(cluster_of(lab, gpu), **networks[network])
-        for strategy in STRATEGIES:
-            setting = lab, MODELS[name], strategy, count * cluster.node
+    for name, gpus, strategy in product(models, ranks, STRATEGIES):
+        first = None
+        for gpu, network in product(MEMORY, networks):
+            cluster = dataclasses.replace(cluster_of(lab, gpu), **networks[network])
+            setting = lab, MODELS[name], strategy, gpus
             rows = []
             for length in () if why_not(*setting[1:]) else lengths:
-                parts = [strategy_parts(*setting, length, some, cluster) for some in counts]
-                rows.append([[significant(part.get(key, 0)) for key in COLOURS] for part in parts])
-            steps[f"{name} {gpu} {count} {network} {strategy}"] = rows
+                part = strategy_parts(*setting, length, 1, cluster)
+                rows.append([f"{part.get(key, 0):.4g}" for key in COLOURS])
+            first = first or rows
+            same = [
+                ["" if x == y and rows is not first else x for x, y in zip(*two)]
+                for two in zip(rows, first)
+            ]
+            steps[f"{name} {gpus} {gpu} {network} {strategy}"] = [",".join(row) for row in same]
     judge, dots = [row for row in read_runs() if judged(row) and half(row) == 1], []
     for row in judge:
         names = "model", "nodes", "dp", "tp", "mbs", "gradacc", "zero"
         told = ", ".join(f"{key} {row[key]}" for key in names).removeprefix("model ")
         dots.append([told, int(row["tp"]), significant(lab.predict_run(row)), measured(row)])
     flops = {name: [sum(lab.flops_per_token(MODELS[name], n)) for n in lengths] for name in models}
-    data = {"models": models, "gpus": [*MEMORY], "nodes": nodes, "networks": [*networks]}
+    data = {"models": models, "gpus": [*MEMORY], "ranks": ranks, "networks": [*networks]}
     data |= {"strategies": {key: words for key, (words, _) in STRATEGIES.items()}}
-    data |= {"lengths": lengths, "counts": counts, "parts": [*COLOURS], "steps": steps}
+    data |= {"lengths": lengths, "counts": [4, 16, 64], "parts": [*COLOURS], "once": once}
+    data |= {"steps": steps, "memory": {key: oom for key, (_, oom) in STRATEGIES.items()}}
     score = {name: float(value) for name, value in scored(lab, judge, lab.H100).items()}
     return data | {"runs": dots, "score": score, "flops": flops, "peak": lab.H100.peak}
 

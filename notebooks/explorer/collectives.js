@@ -103,7 +103,7 @@ function rankBox(run, op, r, step, spots) {
   const name = spots.corner(r);
   const place = spots.narrow ? { x: 0, y: name.y + 27 } : { x: name.x, y: name.y - 6 };
   return svg("g", tip(words),
-    svg("text", { ...place, class: "rank" }, `rank ${r}`),
+    svg("text", { ...place, class: "rank above" }, `rank ${r}`),
     had.map((cell) => chunkBox(cell, spots.at(r, 0, cell[0]), { class: "had" })),
     frame,
     result.map((cell) => {
@@ -122,8 +122,9 @@ function chunkFlights(run, op, step, spots) {
       const end = spots.at(to, 1, columnOf(op, cell));
       const [dx, dy] = [end.x - start.x, end.y - start.y];
       const [x, y] = [start.x + start.w / 2, start.y + start.h / 2];
+      const part = Math.max(0, 1 - 16 / Math.hypot(dx, dy)); // the arrow leaves the letter free
       return [
-        svg("line", { x1: x, y1: y, x2: x + dx, y2: y + dy, class: "way", stroke: `var(--rank${r})`, "marker-end": "url(#arrow)" }),
+        svg("line", { x1: x, y1: y, x2: x + part * dx, y2: y + part * dy, class: "way", stroke: `var(--rank${r})`, "marker-end": "url(#arrow)" }),
         chunkBox(cell, start, { class: "piece", style: `--dx:${dx}px;--dy:${dy}px` }),
       ];
     });

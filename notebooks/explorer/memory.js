@@ -31,22 +31,28 @@ const MOMENTS = {
 const SHARD_NAMES = { no: "replicated", yes: "sharded" };
 const GPU_NAMES = { rtx4090: "RTX 4090", "a100-40": "A100 40 GB", "a100-80": "A100 80 GB", h100: "H100", h200: "H200" };
 const partColour = (i) => `var(--part${i})`; // no rank's colours: the parts are those of one GPU
-const [GRADIENTS, STATE] = ["gradients", "optimizer state"].map((name) => DATA.memory.parts.indexOf(name));
+const [GRADIENTS, STATE, SAVED] = ["gradients", "optimizer state", "saved activations"].map((name) => DATA.memory.parts.indexOf(name));
 const LENGTHS = [...Array(89).keys()].map((i) => Math.round(2 ** (11 + i / 8) / 512) * 512);
 const SHORTEST = LENGTHS[0];
 const gib = (mib) => `${(mib / 1024).toFixed(mib < 10240 ? 2 : 1)} GiB`;
 
-// The setting that the state comes to: some strategies leave no choice
+// The setting that the state comes to: some strategies leave no choice, and of some numbers of ranks only
+// the usual way is predicted, or the optimizer's step alone where that is too much for any GPU. runs:
+// whether the model can be split so
 function settingOf(state) {
   const { strategy } = state;
   const P = strategy === "plain" ? 1 : state.P;
-  const loss = strategy === "plain" ? "full" : state.loss;
   const shard = strategy === "sp_ulysses" ? state.shard : "no";
-  const key = `${state.model} ${strategy}${shard === "yes" ? " --shard-weights" : ""} ${P}`;
-  const ways = Object.keys(RECOMPUTE_NAMES).filter((way) => `${key} ${way} ${loss}` in DATA.memory.curves);
+  const who = P === 1 && strategy !== "plain" ? "tp" : strategy; // on one rank all are the same
+  const key = `${state.model} ${who}${shard === "yes" && who !== "tp" ? " --shard-weights" : ""} ${P}`;
+  const waysWith = (loss) => Object.keys(RECOMPUTE_NAMES).filter((way) => `${key} ${way} ${loss}` in DATA.memory.curves);
+  const loss = strategy === "plain" ? "full" : waysWith(state.loss).length ? state.loss : "chunked";
+  const ways = waysWith(loss);
   const recompute = ways.includes(state.recompute) ? state.recompute : "block";
-  return { ...state, P, loss, shard, recompute, ways, key };
+  return { ...state, P, loss, shard, recompute, ways, key, runs: key in DATA.memory.steps };
 }
+
+const ranksOf = (model) => [1, 2, 4, 8, 16, 32].filter((P) => `${model} tp ${P} block chunked` in DATA.memory.curves);
 
 // MiB that the allocator has: of a card it has less where there are peers
 function roomOf({ gpu, strategy, P }) {
@@ -64,14 +70,27 @@ function along(curve, length) {
   return some.map((part) => (part * sum(parts)) / sum(some));
 }
 
+// MiB that a pipeline's rank keeps of further microbatches. 1F1B has up to P - rank of them in flight; of
+// each it keeps the inputs of its layers and of its stage, and one more is on its way
+function furtherOf({ model, strategy, P, microbatches = 1 }, rank, length) {
+  const flight = Math.min(microbatches, P - rank);
+  if (strategy !== "pp" || flight < 2) return 0;
+  const [layers, hidden] = DATA.memory.sizes[model];
+  const own = Math.floor(layers / P) + (rank < layers % P ? 1 : 0);
+  return (((flight - 1) * (own + 1) + 1) * 2 * hidden * length) / 2 ** 20;
+}
+
 // The peaks of a step's two halves, forward with backward and the optimizer's step, each of the rank
 // that needs most in it: [{moment, parts: MiB of each, peak}]
-function peaksOf({ key, recompute, loss, optimizer }, length) {
+function peaksOf(setting, length) {
+  const { key, recompute, loss, optimizer, P } = setting;
   const steps = DATA.memory.steps[key];
-  const first = DATA.memory.curves[`${key} ${recompute} ${loss}`].map((curve, rank) => {
+  const ranks = steps.length > 2 ? [0, Math.floor(P / 2), P - 1] : [0, P - 1]; // of a pipeline those that may need most
+  const first = (DATA.memory.curves[`${key} ${recompute} ${loss}`] ?? []).map((curve, rank) => {
     const parts = along(curve, length);
     const moment = parts[GRADIENTS] > steps[rank][GRADIENTS] / 2 ? "late" : "early";
     if (optimizer === "adamw") parts[STATE] = steps[rank][STATE];
+    parts[SAVED] += furtherOf(setting, ranks[rank], length);
     return { moment, parts, peak: sum(parts) };
   });
   const second = optimizer === "adamw" ? steps.map((parts) => ({ moment: "step", parts, peak: sum(parts) })) : [];
@@ -83,6 +102,7 @@ const peakOf = (setting, length) => peaksOf(setting, length).reduce(higher);
 
 // The longest length that fits, a multiple of 512 tokens; 0: not even the shortest
 function longestOf(setting) {
+  if (!setting.ways.length) return 0;
   const fits = (length) => peakOf(setting, length).peak <= roomOf(setting);
   let [low, high] = [SHORTEST / 512, 2 ** 16];
   if (!fits(SHORTEST)) return 0;
@@ -205,7 +225,7 @@ function contest(state, set) {
         "aria-pressed": strategy === state.strategy && shard === chosen.shard ? "true" : "false",
       },
         html("span", {}, `${short[strategy]}${shard === "yes" ? ", sharded weights" : ""}${setting.recompute === chosen.recompute ? "" : `, recomputed: ${RECOMPUTE_NAMES[setting.recompute]}`}`),
-        html("b", {}, longest ? count(longest) : "does not fit"),
+        html("b", {}, longest ? count(longest) : setting.runs ? "does not fit" : "cannot run"),
         html("i", { style: `width: ${(100 * longest) / most}%` }))));
 }
 
@@ -226,20 +246,23 @@ view({
   },
   values: {
     strategy: Object.keys(STRATEGY_NAMES), model: Object.keys(DATA.memory.models), gpu: Object.keys(DATA.memory.gpus),
-    P: [2, 4, 8], recompute: Object.keys(RECOMPUTE_NAMES), loss: Object.keys(LOSS_NAMES),
+    P: [1, 2, 4, 8, 16, 32], recompute: Object.keys(RECOMPUTE_NAMES), loss: Object.keys(LOSS_NAMES),
     optimizer: Object.keys(OPTIMIZER_NAMES), shard: Object.keys(SHARD_NAMES),
   },
   draw(root, state, set) {
     state.length = Math.min(LENGTHS.at(-1), Math.max(SHORTEST, state.length));
+    const choices = ranksOf(state.model);
+    if (!choices.includes(state.P)) state.P = choices.at(-1);
+    if (!settingOf(state).ways.length) state.strategy = "tp"; // such as a pipeline of more stages than layers
     const setting = settingOf(state);
     const peaks = peaksOf(setting, state.length);
     const found = peaks.reduce(higher);
     const [room, longest, plain] = [roomOf(setting), longestOf(setting), state.strategy === "plain"];
     const fits = found.peak <= room;
     const largest = found.parts.indexOf(Math.max(...found.parts));
-    state.recompute = setting.recompute; // what was chosen may be missing in another strategy or loss
+    [state.recompute, state.loss] = [setting.recompute, plain ? state.loss : setting.loss]; // what was chosen may be missing here
     const missing = Object.fromEntries(Object.keys(RECOMPUTE_NAMES).filter((way) => !setting.ways.includes(way))
-      .map((way) => [way, plain ? "not with plain" : "with chunked logits only"]));
+      .map((way) => [way, plain ? "not with plain" : "not predicted here"]));
     const gpus = Object.entries(DATA.memory.gpus).map(([name, size]) => [name, `${GPU_NAMES[name] ?? name}: ${size} GiB`]);
     const words = `${tokens(state.length)} take ${gib(found.peak)} of the allocator's ${gib(room)}: ` +
       `${fits ? "fits" : `${gib(found.peak - room)} too many`}. The peak comes ${MOMENTS[found.moment][1]}; ` +
@@ -248,10 +271,12 @@ view({
       KEPT[setting.recompute],
       plain ? "Plain is Hugging Face's own model and loss on one GPU: all logits at once." : null,
       "One sequence (a batch of 1, so PP has one microbatch), bfloat16, flash attention, of the rank that needs most;",
-      "the T4 has no flash attention and is not among these GPUs. Other batches, dtypes, models and numbers of ranks: with the options of",
+      "the T4 has no flash attention and is not among these GPUs. Lengths between predictions lie on straight lines,",
+      `which are off by ${100 * DATA.memory.exact}% at most where they were checked; of 70B, and of 1, 16 and 32 ranks, three lengths are predicted.`,
+      "Other batches, dtypes, models and numbers of ranks: with the options of",
     ];
     const [script, nproc] = [state.strategy, setting.P];
-    const command = `python oom_search.py --how predicted --at ${state.length} --strategy ${script} --nproc ${nproc} --model ${state.model} ` +
+    const command = `python oom_search.py --how predicted --at ${state.length} --strategy ${script} --nproc ${nproc} --model ${DATA.memory.folders[state.model] ?? state.model} ` +
       `--recompute ${setting.recompute} --loss ${setting.loss} --optimizer ${state.optimizer}${setting.shard === "yes" ? " --shard-weights" : ""}`;
     say(words);
     root.append(
@@ -259,7 +284,7 @@ view({
         choice("Model", "model", DATA.memory.models),
         choice("GPU", "gpu", Object.fromEntries(gpus)),
         choice("Strategy", "strategy", STRATEGY_NAMES),
-        plain ? null : slider("Ranks", "P", [2, 4, 8]),
+        plain ? null : slider("Ranks", "P", choices),
         state.strategy === "sp_ulysses" ? choice("Weights", "shard", SHARD_NAMES) : null,
         choice("Recomputed", "recompute", RECOMPUTE_NAMES, missing),
         plain ? null : choice("Loss", "loss", LOSS_NAMES),

@@ -18,13 +18,13 @@ function needs({ kind, stage, microbatch }, stages) {
   return [`F ${stage} ${microbatch}`, ...below];
 }
 
-// [{rank, kind, stage, microbatch, begin, end}] of every rank's order of actions, "F0.0 F0.1 B0.0";
-// time: of each kind
+// [{rank, kind, stage, microbatch, begin, end}] of every rank's order of actions: "F0F1B0"; with
+// several stages a rank "F01F11B01", the second digit is the rank's stage. time: of each kind
 function replay(orders, stages, time) {
   const P = orders.length;
-  const todo = orders.map((order) => order.split(" ").map((name) => {
-    const [stage, microbatch] = name.slice(1).split(".").map(Number);
-    return { kind: name[0], stage, microbatch };
+  const todo = orders.map((order, rank) => order.match(stages > P ? /.../g : /../g).map((name) => {
+    const [microbatch, own = 0] = [...name.slice(1)].map((digit) => parseInt(digit, 16));
+    return { kind: name[0], stage: rank + P * own, microbatch };
   }));
   const [next, clock, ended, rows] = [Array(P).fill(0), Array(P).fill(0), new Map(), []];
   for (let moved = true; moved; ) {
@@ -76,7 +76,7 @@ function timelineKeys(kinds, V) {
     kinds.map((kind) => entry(`url(#${kind})`, `${kind}: ${ACTION_NAMES[kind]}`)),
     entry("var(--pale)", "waits: the bubble"),
     V > 1 ? html("span", {}, "lighter: the rank's later stages") : null,
-    html("span", {}, "a number: the microbatch; click or tap one to follow it"));
+    html("span", {}, "a number: the microbatch"));
 }
 
 function actionPatterns() {
@@ -90,13 +90,12 @@ function actionPatterns() {
 }
 
 // The timeline: ranks downwards, time to the right, the clock as a line
-function timeline(rows, { P, M, V, clock, unit, follow, most, last, words }, set) {
+function timeline(rows, { P, M, V, clock, unit, follow, most, last, words, total }, set) {
   const narrow = NARROW.matches;
-  const total = Math.max(...rows.map((row) => row.end));
   const [left, right] = narrow ? [56, 6] : [70, 190];
   const width = narrow ? Math.max(pageWidth(), left + right + 6.5 * total) : pageWidth();
   const x = (time) => left + ((width - left - right) * time) / total;
-  const high = Math.min(narrow ? 46 : 76, 340 / P);
+  const high = Math.min(LOW.matches ? 40 : narrow ? 46 : 76, 340 / P);
   const bottom = 8 + P * high;
   const cells = rows.map((row) => {
     const { rank, kind, stage, microbatch, begin, end } = row;
@@ -107,9 +106,11 @@ function timeline(rows, { P, M, V, clock, unit, follow, most, last, words }, set
     const state = begin >= clock ? "later" : end > clock ? "runs" : "done";
     const other = follow >= 0 && follow !== microbatch ? " other" : "";
     const size = Math.min(13, (box.width - 2.5) / (0.62 * String(M - 1).length)); // of a letter; none touches the next
-    return svg("g", { class: `cell ${state}${other}`, ...tip(explain, false), onclick: () => set({ follow: follow === microbatch ? -1 : microbatch }) },
-      svg("rect", { ...box, fill: `url(#${kind})`, opacity: 1 - (0.6 * Math.floor(stage / P)) / V }),
-      size < 8.4 ? null : svg("text", { x: box.x + box.width / 2, y: box.y + box.height / 2 + 4.5, style: `font-size: ${size}px` }, microbatch));
+    const lighter = (0.6 * Math.floor(stage / P)) / V;
+    return svg("g", { class: `cell ${state}${other}`, ...tip(explain, false), onclick: () => set?.({ follow: follow === microbatch ? -1 : microbatch }) },
+      svg("rect", { ...box, fill: `url(#${kind})` }), lighter ? svg("rect", { ...box, fill: "#ffffff", opacity: lighter }) : null,
+      svg("rect", { ...box, class: "veil" }),
+      size < 8.4 || other ? null : svg("text", { x: box.x + box.width / 2, y: box.y + box.height / 2 + 4.5, style: `font-size: ${size}px` }, microbatch));
   });
   const widest = Math.max(...most);
   const ranks = [...Array(P).keys()].map((rank) => {
@@ -160,15 +161,28 @@ view({
   id: "pipelines",
   title: "Pipelines",
   lead: "Each rank holds some of the layers, and the batch comes in microbatches: who works on which of them when, and who waits.",
-  course: ["lab 8"],
+  course: ["lab 8", "notebook 5"],
   bare: "schedule",
   state: { schedule: "1f1b", P: 4, M: 8, V: 2, costs: "1:1:1", step: 0, follow: -1 },
   values: {
     schedule: Object.keys(SCHEDULE_NAMES), P: [2, 3, 4, 5, 6, 7, 8], M: DATA.pipelines.microbatches, V: [2, 3, 4],
     costs: Object.keys(DATA.pipelines.costs), follow: [-1, ...Array(16).keys()],
   },
+  // What has begun by the step's time
+  sketch({ schedule, P, M, V: stages, costs, step }) {
+    const V = schedule === "interleaved" ? stages : 1;
+    const found = DATA.pipelines.schedules[`${schedule} ${P} ${M} ${V}`];
+    const time = actionTimes(schedule, costs);
+    const rows = replay(found.orders, P * V, time);
+    const total = Math.max(...rows.map((row) => row.end));
+    const begun = rows.filter((row) => row.begin < step);
+    const told = { P, M, V, clock: step, unit: V * time.F, follow: -1, most: found.in_flight, last: time.W ? "W" : "B", total };
+    const words = `What the ${P} ranks have begun: ${[...Array(P).keys()].map((rank) => `rank ${rank} ${begun.filter((row) => row.rank === rank).map((row) => row.kind + row.microbatch).join(" ") || "nothing"}`).join("; ")}`;
+    return html("div", {}, timeline(begun, { ...told, words }, null), timelineKeys(Object.keys(time), V));
+  },
   draw(root, state, set) {
-    const { schedule, P, M, costs, follow } = state;
+    const { schedule, P, M, costs } = state;
+    const follow = state.follow < M ? state.follow : -1;
     const V = schedule === "interleaved" ? state.V : 1;
     const found = DATA.pipelines.schedules[`${schedule} ${P} ${M} ${V}`];
     const time = actionTimes(schedule, costs);
@@ -184,7 +198,7 @@ view({
     const most = found.in_flight;
     say(words);
     const costNames = Object.fromEntries(Object.entries(DATA.pipelines.costs).map(([ratio, why]) => [ratio, `${ratio} (${why})`]));
-    const told = { P, M, V, clock, unit, follow, most, last: time.W ? "W" : "B" };
+    const told = { P, M, V, clock, unit, follow, most, last: time.W ? "W" : "B", total };
     root.append(
       html("div", { class: "controls dense" },
         choice("Schedule", "schedule", SCHEDULE_NAMES),
@@ -192,13 +206,14 @@ view({
         slider("Microbatches", "M", DATA.pipelines.microbatches),
         schedule === "interleaved" ? slider("Stages a rank", "V", [2, 3, 4]) : null,
         choice("Times F:B:W", "costs", costNames),
+        choice("Follow", "follow", { "-1": "all microbatches", ...Object.fromEntries([...Array(M).keys()].map((m) => [m, `microbatch ${m}`])) }),
         player("step", total + 1, Math.max(60, 600 / unit), (i) => `${forwards(i, unit)} of ${forwards(total, unit)} forwards`)),
       html("p", { class: "words" }, words),
       timeline(rows, { ...told, words: `Timeline of ${SCHEDULE_NAMES[schedule]}, ${P} ranks, ${M} microbatches: bubble ${percent(idle)}. ${words}` }, set),
       timelineKeys(Object.keys(time), V),
       html("div", { class: "figures" },
         figure(percent(idle), "bubble: part of the time that a rank waits"),
-        figure(percent(found.formula[which]), found.formula[which] === null ? `no closed form: ${M < P ? "fewer microbatches than ranks" : "W is the longest"}` : `by the formula ${formula}`),
+        figure(percent(found.formula[which]), found.formula[which] === null ? "no closed form here" : `by the formula ${formula}`),
         figure(forwards(total, unit), "forwards, all in all"),
         figure(`${Math.max(...most)}${V > 1 ? ` × 1/${V}` : ""} of ${M}`, `microbatches in flight, at most${V > 1 ? `, in 1/${V} of a rank's layers` : ""}`)),
       html("p", { class: "note" },

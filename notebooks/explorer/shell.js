@@ -5,6 +5,8 @@
 //   state   the defaults; the fragment holds what differs from them: #memory&P=8
 //   values  {key: [what it may be]}; anything else in a fragment is passed over
 //   bare    the key whose value stands in the fragment by itself: #layouts&sp
+//   before  {word of an older link: what it is now}
+//   sketch  (state): what a question shows of it, if some question does
 //   draw    (root, state, set): fills the empty root; set({P: 8}) changes the state and draws again
 // draw makes everything anew each time, and morph() changes what is on the page into that, so that
 // a slider that is being dragged, the focus and CSS transitions stay. So handlers have to be given
@@ -13,14 +15,22 @@
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const STILL = matchMedia("(prefers-reduced-motion: reduce)");
 const NARROW = matchMedia("(max-width: 1000px)");
+const LOW = matchMedia("(min-width: 600px) and (max-height: 500px)"); // a phone on its side: two columns
+const DARK = matchMedia("(prefers-color-scheme: dark)");
+// Of another page, such as the site's first: alone a question, no navigation
+document.documentElement.classList.toggle("embedded", self !== top);
 // All links out of this page stand here, so that a build of the site can rewrite them.
 const LINKS = {
+  home: "../README.md",
   "lab 1": "../labs/notes/lab1.md",
   "lab 2": "../labs/notes/lab2.md",
   "lab 7": "../labs/notes/lab7.md",
   "lab 8": "../labs/notes/lab8.md",
   "lab 10": "../labs/notes/lab10.md",
   "lab 11": "../labs/notes/lab11.md",
+  "the labs": "../labs/README.md",
+  "notebook 5": "../notebooks/5_pipeline.ipynb",
+  "notebook 7": "../notebooks/7_break_it.ipynb",
   glossary: "../labs/notes/glossary.md",
 };
 const RANK = "One of the processes that train together, usually one on each GPU, numbered from 0. Each has memory of its own; " +
@@ -64,7 +74,10 @@ function picture(width, height, words, ...children) {
 }
 
 // A picture's width: the page's in pixels, so that no text shrinks; a projector's larger page scales it up.
-const pageWidth = () => Math.min(1240, document.querySelector("main").clientWidth);
+function pageWidth() {
+  const width = Math.min(1240, document.querySelector("main").clientWidth);
+  return LOW.matches && !covered() ? 0.6 * (width - 12) : width;
+}
 
 // The same of the left and of the right column, where there are two
 function columnWidths() {
@@ -162,12 +175,13 @@ function choice(label, key, options, missing = {}) {
 function player(key, steps, period = 1800, format = (i) => `step ${i} of ${steps - 1}`) {
   playing = { key, steps, period };
   const at = Math.min(state[key], steps - 1);
+  // At an end a button stays, so that the focus does
   const button = (words, label, onclick, attributes) =>
     html("button", { type: "button", "aria-label": label, title: label, onclick, ...attributes }, words);
   return html("div", { class: "player" },
     button(timer ? "Pause" : "Play", timer ? "Pause (space)" : "Play (space)", play, { class: "play" }),
-    button("◀", "A step back (left arrow)", () => move(-1), { disabled: at === 0 }),
-    button("▶", "A step on (right arrow)", () => move(1), { disabled: at === steps - 1 }),
+    button("◀", "A step back (left arrow)", () => move(-1), { "aria-disabled": at === 0 ? "true" : null }),
+    button("▶", "A step on (right arrow)", () => move(1), { "aria-disabled": at === steps - 1 ? "true" : null }),
     html("input", {
       type: "range", min: 0, max: steps - 1, step: 1, value: at, "aria-label": "step", "data-control": key,
       "aria-valuetext": format(at), oninput: (event) => set({ [key]: Number(event.target.value) }),
@@ -233,7 +247,8 @@ function parse(fragment) {
   const found = Object.hasOwn(views, id) ? views[id] : Object.values(views)[0];
   const read = { ...found.state };
   if (!Object.hasOwn(views, id)) return [found, read];
-  for (const word of words) {
+  for (const given of words) {
+    const word = found.before?.[given] ?? given;
     const [key, text] = word.includes("=") ? word.split("=", 2) : [found.bare, word];
     if (!Object.hasOwn(read, key ?? "")) continue;
     const number = typeof found.state[key] === "number";
@@ -263,16 +278,31 @@ function set(changes) {
   write();
 }
 
-const linkTo = (name) => html("a", { href: LINKS[name] }, name);
+// On the site, whose build has rewritten LINKS, notebooks are pages
+const onSite = (link) => (LINKS.home.endsWith(".html") ? link.replace(".ipynb", ".html") : link);
+const linkTo = (name) => html("a", { href: onSite(LINKS[name]), target: "_top" }, name);
 
+// The page: what the view is about, a question or what it has come to, and what answers it, unless that
+// is still covered. On a phone on its side controls and words stand at the left, pictures at the right.
 function draw() {
+  if (!current) return;
   playing = null;
   const root = html("main", { "data-key": current.id });
   const course = current.course.map((name, i) => [i ? ", " : " In the course: ", linkTo(name)]);
   root.append(html("div", { class: "lead" }, html("p", {}, current.lead, course, "."),
     html("details", {}, html("summary", {}, "What is a rank?"), RANK, " More words: ", linkTo("glossary"), ".")));
-  current.draw(root, state, set);
+  const asked = questionPanel();
+  if (asked?.dataset.key === "score") root.replaceChildren();
+  if (asked) root.append(asked);
+  if (!covered() && asked?.dataset.key !== "score") {
+    const drawn = html("div");
+    current.draw(drawn, state, set);
+    const [side, stage] = [html("div", { class: "side" }), html("div", { class: "stage" })];
+    for (const child of [...drawn.childNodes]) (child.matches(".controls, .words") ? side : stage).append(child);
+    root.append(side, stage);
+  }
   morph(document.querySelector("main"), root);
+  document.body.classList.toggle("plays", playing !== null);
   if (!playing) stop();
 }
 
@@ -280,13 +310,30 @@ function show() {
   stop();
   hideTip();
   if (current) last[current.id] = fragment();
-  [current, state] = parse(location.hash);
+  const asked = askedBy(location.hash);
+  [current, state] = parse(asked ? `#${asked.view}` : location.hash);
+  ask(asked ?? (location.hash.includes("&") ? null : nextQuestion(current.id)));
   const links = Object.values(views).map(({ id, title }) =>
-    html("a", { href: last[id] ?? `#${id}`, "aria-current": id === current.id ? "page" : null }, title));
+    html("a", { href: last[id] ?? `#${id}`, "aria-current": id === current.id && !location.hash.startsWith("#score") ? "page" : null }, title));
   document.querySelector("nav").replaceChildren(...links);
+  const code = document.querySelector("meta[name=code]").content;
+  document.querySelector("#out").replaceChildren(
+    html("a", { href: LINKS.home, target: "_top" }, "Home"), code ? html("a", { href: code, target: "_top" }, "Code") : "");
   draw();
 }
 
+// Dark or light, as was chosen on the site, whose setting stands in localStorage; else as the system is
+function paint() {
+  let chosen = null;
+  try {
+    chosen = localStorage.getItem("mode");
+  } catch {} // no storage here
+  document.documentElement.dataset.theme = ["dark", "light"].includes(chosen) ? chosen : DARK.matches ? "dark" : "light";
+}
+
+paint();
+DARK.addEventListener("change", paint);
+addEventListener("storage", paint);
 addEventListener("hashchange", show);
 addEventListener("resize", () => draw());
 STILL.addEventListener("change", () => draw());

@@ -1,0 +1,146 @@
+"""What fills the memory: oom_search.py's predictions, for the explorer's memory and time."""
+
+import importlib
+import json
+import math
+import tempfile
+import time
+from functools import partial
+from itertools import pairwise, product
+from pathlib import Path
+
+from experiments.plan import config_of, why_not
+from harness import LABS, load
+from tqdm import tqdm
+
+import oom_search
+
+MODELS = {
+    "llama-3.2-1b": "Llama 3.2 1B", "llama-3.2-3b": "Llama 3.2 3B", "llama-3.1-8b": "Llama 3.1 8B",
+}  # fmt: skip
+LARGE = {"llama-3.1-70b": "Llama 3.1 70B"}  # no preset of the scripts: lab 11 knows its sizes
+FOLDER = "meta-llama/Llama-3.1-70B"  # for those who have access, or a folder with its config.json
+STRATEGIES = {
+    "tp": "tp", "sp_megatron": "sp", "sp_ulysses": "ulysses", "sp_ulysses --shard-weights":
+    "ulysses_sharded", "pp": "pp",
+}  # fmt: skip
+# Recomputation, loss
+WAYS = [("block", "chunked"), ("none", "chunked"), ("block", "full"), ("selective", "chunked")]
+WAYS += [("offload", "chunked")]
+LAB = LABS / "lab11_time.py"
+JOURNAL = LABS.parent / ".oom_search.jsonl"  # oom_search.py's own: what was predicted before
+SHORTEST, LONGEST = 2048, 2**20  # tokens; what is longer goes on as a straight line
+EXACT = 0.01  # how far a straight line between two lengths may be from the prediction
+MOST = 142 * 1024  # MiB, no GPU has more
+
+
+def settings():
+    """Whose memory is predicted: model, strategy, ranks, recomputation, loss."""
+    yield from ((model, "plain", 1, way, "full") for model in MODELS for way in ("block", "none"))
+    for way, world, strategy, model in product(WAYS, (4, 8, 2), STRATEGIES, MODELS):
+        yield model, strategy, world, *way
+
+
+def more():
+    """And with three lengths only: lab 11's LLaMAs on the other numbers of ranks from 1 to 32.
+
+    On one rank all strategies are the same, up to some buffers.
+    """
+    for name in [*MODELS, *LARGE]:
+        yield name, "tp", 1, *WAYS[0]
+    yield from ((name, "plain", 1, way, "full") for name in LARGE for way in ("block", "none"))
+    lab11 = load(LAB).MODELS
+    for name in sorted(lab11.keys() & (MODELS | LARGE).keys()):
+        for world, strategy in product(
+            (16, 32) if name in MODELS else (8, 16, 32, 4, 2), STRATEGIES
+        ):
+            if not why_not(lab11[name], STRATEGIES[strategy], world):
+                yield name, strategy, world, *WAYS[0]
+
+
+def memory():
+    """Peaks by length, in MiB of each of oom_search.PARTS.
+
+    curves: for each of settings() and more(), and each rank that may need most, [[tokens, *parts],
+    ...]. steps: the same at the peak inside AdamW's step, which does not depend on the length, nor
+    on what is recomputed; of it the optimizer's state is there during forward and backward, too.
+    Of more() there is no curve where no GPU could bear that step.
+    Anew, without the journal, all this takes two hours of a laptop's core.
+    """
+    known = oom_search.read_journal(JOURNAL)
+    for name in oom_search.PRELOAD:
+        importlib.import_module(name)
+    curves, steps = {}, {}
+    asked = [(setting, True) for setting in settings()] + [(setting, False) for setting in more()]
+    for (model, strategy, world, recompute, loss), exact in tqdm(asked, desc="memory"):
+        ranks = oom_search.ranks_to_try(strategy, world)
+        ranks = ranks if exact else sorted({ranks[0], ranks[-1]})
+        ask = partial(predict, known, model, strategy, world)
+        key = f"{model} {strategy} {world}"
+        if key not in steps:
+            steps[key] = [ask(rank, "block", "chunked", "adamw", 64) for rank in ranks]
+        own = [partial(ask, rank, recompute, loss, "none") for rank in ranks]
+        if exact or max(map(sum, steps[key])) < MOST:
+            curves[f"{key} {recompute} {loss}"] = [(curve if exact else few)(ask) for ask in own]
+    gpus = {name: gib for name, (gib, capability) in oom_search.GPUS.items() if capability >= 8}
+    told = {"models": MODELS | LARGE, "gpus": gpus, "outside": oom_search.OUTSIDE}
+    told |= {"exact": EXACT, "folders": dict.fromkeys(LARGE, FOLDER)}
+    told["sizes"] = {name: [x.layers, x.hidden] for name, x in load(LAB).MODELS.items()}
+    return told | {"parts": oom_search.PARTS, "curves": curves, "steps": steps}
+
+
+def model_option(name):
+    """What oom_search.py takes as --model: the name of a preset, or a folder with a config.json."""
+    if name in MODELS:
+        return name
+    folder = Path(tempfile.gettempdir(), name)
+    folder.mkdir(exist_ok=True)
+    config = config_of(load(LAB).MODELS[name])
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def predict(known, model, strategy, world, rank, recompute, loss, optimizer, length):
+    """MiB of each part at the peak of a step, as oom_search.py --at finds it."""
+    name, *own = strategy.split()
+    argv = ["--how", "predicted", "--optimizer", optimizer, "--loss", loss, *own]
+    options = oom_search.parse([*argv, "--model", model_option(model), "--recompute", recompute])
+    case = oom_search.make_case(name, world, rank, length, options)
+    if (key := oom_search.as_key(case)) not in known:
+        with tempfile.TemporaryDirectory() as folder:
+            job = oom_search.launch(case, folder, options.timeout)
+            while not (result := oom_search.results(job)):
+                time.sleep(0.02)
+        known[key] = result
+        oom_search.append(JOURNAL, {"case": case, "result": result})
+    parts = known[key]["breakdown"]
+    return [round(parts[part] / 2**20) for part in oom_search.PARTS]
+
+
+def curve(ask):
+    """[[tokens, *parts], ...]: as many lengths as make straight lines between them good enough."""
+    points = {length: ask(length) for length in (SHORTEST, oom_search.TILE, 4 * oom_search.TILE)}
+
+    def refine(a, b):
+        middle = round(math.sqrt(a * b) / 512) * 512
+        if b < 1.1 * a:
+            return
+        straight = sum(points[a]) + (sum(points[b]) - sum(points[a])) * (middle - a) / (b - a)
+        points[middle] = ask(middle)
+        if abs(straight / sum(points[middle]) - 1) > EXACT:
+            refine(a, middle)
+            refine(middle, b)
+
+    *_, a, b = points
+    token = (sum(points[b]) - sum(points[a])) / (b - a)  # MiB
+    top = int(min(LONGEST, b + (MOST - sum(points[b])) / token)) // 512 * 512
+    if top > b:
+        points[top] = ask(top)
+    for a, b in pairwise(sorted(points)):
+        refine(a, b)
+    return [[length, *points[length]] for length in sorted(points)]
+
+
+def few(ask):
+    """The same with three lengths: what does not grow, and two slopes."""
+    return [[length, *ask(length)] for length in (SHORTEST, 2**16, 2**19)]

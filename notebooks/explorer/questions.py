@@ -1,0 +1,260 @@
+"""The explorer's questions: questions.toml, filled in from the data that the views show.
+
+Which option is right is computed here, and an assert holds what the sentences claim beside that: if
+the scripts change, either the answer does too, or this stops.
+"""
+
+import tomllib
+from pathlib import Path
+
+TEXT = Path(__file__).with_suffix(".toml")
+
+
+# What the views' data say
+# --------------------------------------------------------------------------------------------------
+
+
+def step_between(layouts, layout, phase, before):
+    """(the number of the view's step from this tensor, its collective), on 4 ranks."""
+    run = layouts["runs"][layout][3]
+    for i, (own, a, _, collective, *_) in enumerate(run["moments"]):
+        if own == phase and run["tensors"][a][0] == before and collective:
+            return i + 1, "all_reduce" if layout == "tp" else collective  # TP's has two halves
+    raise ValueError(f"{layout}: no message follows {before}")
+
+
+def room(memory, gpu, strategy, P):
+    """MiB that the allocator has."""
+    several = "all-to-all" if strategy.startswith("sp_ulysses") else "several"
+    kind = several if P > 1 else "one rank"
+    return 1024 * (memory["gpus"][gpu] - memory["outside"][kind])
+
+
+def peak(memory, key, way, optimizer, length):
+    """(MiB, MiB of each part), of the rank and the half of the step that need most."""
+    state, found = memory["parts"].index("optimizer state"), []
+    steps = memory["steps"][key]
+    if f"{key} {way}" not in memory["curves"]:  # no GPU could bear the optimizer's step alone
+        return max((sum(step), step) for step in steps)
+    for curve, step in zip(memory["curves"][f"{key} {way}"], steps):
+        after = sum(at < length for at, *_ in curve)
+        (a, *low), (b, *high) = curve[max(0, min(after, len(curve) - 1) - 1) :][:2]
+        parts = [x + (y - x) * (length - a) / (b - a) for x, y in zip(low, high)]
+        if optimizer == "adamw":
+            parts[state] = step[state]
+            found.append((sum(step), step))
+        found.append((sum(parts), parts))
+    return max(found)
+
+
+def further(memory, model, P, microbatches, length):
+    """MiB that a pipeline's first rank keeps of the microbatches in flight beside one."""
+    flight, (layers, hidden) = min(microbatches, P), memory["sizes"][model]
+    inputs = (flight - 1) * (-(-layers // P) + 1) + 1
+    return 2 * hidden * length * inputs / 2**20 if flight > 1 else 0
+
+
+def longest(memory, key, way="block chunked", optimizer="adamw", gpu="h100"):
+    """The longest sequence that fits, a multiple of 512; 0: not even 2,048 tokens."""
+    _, strategy, *_, P = key.split(" ")
+    limit, low, high = room(memory, gpu, strategy, int(P)), 3, 2**16
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = peak(memory, key, way, optimizer, 512 * middle)[0] <= limit
+        low, high = (middle, high) if fits else (low, middle)
+    return 512 * low if low > 3 else 0
+
+
+def clock(pp, schedule, M, V=1, costs=(1, 1, 1)):
+    """[(rank, action, begin, end)] of pp.py's simulator on 4 ranks."""
+    F, B, W = (cost / V for cost in costs)
+    cost = {"F": F, "B": B, "W": W} if schedule == "zb" else {"F": F, "B": B + W}
+    ranks = [list(pp.SCHEDULES[schedule](rank, 4, M, V)) for rank in range(4)]
+    return pp.simulate(ranks, 4 * V, lambda action: cost[action.kind])
+
+
+def next_action(pp, schedule, rank, number):
+    """What a rank does after so many actions, and when it has done them."""
+    own = [row for row in clock(pp, schedule, 8) if row[0] == rank]
+    action = own[number][1]
+    return {"right": f"{action.kind}{action.microbatch}", "time": int(own[number - 1][3])}
+
+
+def sent(collectives, op, P):
+    """What a rank sends, in messages."""
+    return sum(len(cells) for _, cells, _ in collectives[op][P - 2][0][1:]) / P
+
+
+def parts_of(time, model, strategy, P, length, count):
+    """Seconds of each part of a step on H100s; None if it cannot be split so."""
+    rows = time["steps"][f"{model} {P} h100 measured {strategy}"]
+    if not rows:
+        return None
+    seconds = map(float, rows[time["lengths"].index(length)].split(","))
+    both = zip(time["parts"], seconds)
+    return {part: x * (1 if part in time["once"] else count) for part, x in both}
+
+
+# Facts: {question: {right: the option, and whatever its sentences say}}
+# --------------------------------------------------------------------------------------------------
+
+
+def of_layouts(layouts):
+    moments = {
+        "l1": ("tp", "forward", "o"),
+        "l2": ("sp", "forward", "down"),
+        "l3": ("sp", "backward", "gradient of leave mlp"),
+        "l4": ("ulysses", "forward", "qkv"),
+        "l5": ("sp", "forward", "norm 1"),
+    }
+    for id, moment in moments.items():
+        step, collective = step_between(layouts, *moment)
+        yield id, {"right": collective, "step": step}
+    run = layouts["runs"]["sp"][3]
+    summed = {run["tensors"][m[1]][0] for m in run["moments"] if m[0] == "gradients"}
+    assert any(name.startswith("gradient of down bias, and") for name in summed), summed
+    yield "l6", {"right": "norms", "step": len(run["moments"])}
+    kept = {layout: runs[3]["kept"][0] for layout, runs in layouts["runs"].items()}
+    assert max(kept, key=kept.get) == "tp"
+    yield "l7", {"right": "tp", "kept": kept, "most": kept["tp"]}
+
+
+def of_memory(memory):
+    model, way = "llama-3.1-8b", "block chunked"
+    strategies = "tp", "sp_megatron", "sp_ulysses --shard-weights", "pp"
+    four = {name: longest(memory, f"{model} {name} 4") for name in strategies}
+    assert min(four.values()) > 0
+    yield "m1", {"marks": four}
+    one = peak(memory, f"{model} plain 1", "block full", "adamw", 2048)[0] / 1024
+    limit = room(memory, "h100", "plain", 1) / 1024
+    assert one > 1.2 * limit
+    yield "m2", {"right": "none", "one": one, "limit": limit}
+    for id, own in (("m3", "none chunked"), ("m4", way)):
+        total, parts = peak(memory, f"{model} sp_megatron 4", own, "adamw", 131072)
+        sizes = {name: part / 1024 for name, part in zip(memory["parts"], parts)}
+        yield id, {"right": max(sizes, key=sizes.get), "parts": sizes, "total": total / 1024}
+    ways = "block full", "block chunked"
+    full, chunked = (longest(memory, f"{model} tp 4", own, "none") for own in ways)
+    near = min(("1.1", "1.5", "3"), key=lambda x: abs(float(x) - chunked / full))
+    yield "m5", {"right": near, "ratio": chunked / full, "full": full, "chunked": chunked}
+    four, eight = (longest(memory, f"{model} {strategies[2]} {P}") for P in (4, 8))
+    right = "more" if eight > 2.1 * four else "less" if eight < 1.9 * four else "twice"
+    yield "m6", {"right": right, "ratio": eight / four, "four": four, "eight": eight}
+
+
+def of_pipelines(pipelines, pp):
+    yield "p1", next_action(pp, "1f1b", 0, 4)
+    yield "p2", next_action(pp, "1f1b", 3, 1)
+    yield "p3", next_action(pp, "zb", 3, 2)
+    stages = {"afab": 1, "1f1b": 1, "interleaved": 2, "zb": 1}
+    idle = {name: pp.bubble(clock(pp, name, 8, V), 4) for name, V in stages.items()}
+    assert idle["afab"] == idle["1f1b"]
+    yield "p4", {"right": min(idle, key=idle.get), "idle": idle, "least": min(idle.values())}
+    rows = pipelines["schedules"]
+    kept = {name: max(rows[f"{name} 4 8 1"]["in_flight"]) for name in ("afab", "1f1b")}
+    assert kept["1f1b"] < kept["afab"]
+    yield "p5", {"right": "memory", "idle": idle, "kept": kept}
+    idle = {M: pp.bubble(clock(pp, "1f1b", M), 4) for M in (4, 8, 12, 16)}
+    yield "p6", {"right": str(min(M for M in idle if idle[M] < 0.2)), "idle": idle}
+
+
+def of_collectives(collectives):
+    for id, op in (("c1", "all_gather"), ("c2", "reduce_scatter")):
+        yield id, {"op": op, "steps": len(collectives[op][2][0]) - 1}
+    ring = {P: sent(collectives, "all_reduce", P) for P in (4, 8)}
+    yield "c3", {"right": f"{ring[4]:g}", "sent": ring}
+    more = ring[8] / ring[4]
+    assert round(more - 1, 2) == 0.17  # a sixth
+    yield "c4", {"right": "more", "sent": ring}
+    for id, n in (("c5", 2**10), ("c6", 2**24)):
+        us = {}
+        for op in ("all_reduce", "gather_and_add"):
+            steps = len(collectives[op][6][0]) - 1
+            us[op] = 10 * steps + 1e6 * n * sent(collectives, op, 8) / 25e9
+        yield id, {"right": min(us, key=us.get), "us": us, "sent": ring}
+
+
+def of_time(time, memory, texts):
+    for id in ("t1", "t2", "t3"):
+        parts = parts_of(time, "llama-3.1-8b", *texts[id]["setting"])
+        total, order = sum(parts.values()), sorted(parts, key=parts.get, reverse=True)
+        share = {part: seconds / total for part, seconds in parts.items()}
+        told = {"most": order[0].capitalize(), "second": order[1], "total": total, "parts": share}
+        yield id, told | {"right": order[0], "share": [share[part] for part in order]}
+    for id in ("t4", "t5"):
+        model, P, length = texts[id]["fastest"]
+        seconds, gib, fit, names = {}, {}, set(), time["strategies"]
+        for strategy, oom in time["memory"].items():
+            name = " ".join(oom[:2]) if "--shard-weights" in oom else oom[0]
+            if parts := parts_of(time, model, strategy, P, length, 16):
+                needs = peak(memory, f"{model} {name} {P}", "block chunked", "adamw", length)[0]
+                needs += further(memory, model, P, 16, length) if name == "pp" else 0
+                seconds[strategy], gib[strategy] = sum(parts.values()), needs / 1024
+                fit |= {strategy} if needs <= room(memory, "h100", name, P) else set()
+        right, fastest = (min(some, key=seconds.get) for some in (fit, seconds))
+        why = {}
+        for name in seconds:
+            why[name] = f"It takes {seconds[name]:,.0f} s; {names[right]} {seconds[right]:,.0f}."
+            if name not in fit:
+                why[name] = f"It needs {gib[name]:,.0f} GiB a GPU: it does not fit."
+        trap = f"{names[fastest]} would be faster, but needs {gib[fastest]:,.0f} GiB a GPU."
+        options = [[name, names[name], why[name]] for name in seconds]
+        told = {"right": right, "options": options, "trap": "" if fastest == right else trap}
+        yield id, told | {"name": names[right], "seconds": seconds[right]}
+
+
+def of_bugs(scripts, texts, labels):
+    def row(script, bug, name):
+        return next(row for row in scripts[script][bug]["rows"] if row[0] == name)
+
+    for id in ("b1", "b2", "b3", "b4"):
+        script, *asked = texts[id]["loss"]
+        off = {bug: row(script, bug, "loss")[1] for bug in asked}
+        [right] = [bug for bug in asked if off[bug] < 1e-10]
+        options = []
+        for bug in asked:
+            why = f"Its loss is off by {off[bug]:.1e} of its value. {scripts[script][bug]['says']}"
+            options.append([bug, bug.replace("_", " "), why])
+        wrong = [labels[name] for name, _, some, _ in scripts[script][right]["rows"] if some]
+        told = {"right": right, "options": options, "wrong": ", ".join(wrong)}
+        yield id, told | {"says": scripts[script][right]["says"]}
+    for id in ("b5", "b6"):
+        script, bug = texts[id]["row"]
+        [right] = [name for name, *_ in texts[id]["options"] if row(script, bug, name)[2]]
+        _, error, some, of = row(script, bug, right)
+        yield id, {"right": right, "error": error, "some": some, "of": of}
+    assert row("tp", "missing_backward_all_reduce", "loss")[2] == 0
+    idle = scripts["tp"]["no_op_parallelize"]
+    assert {name for name, _, some, _ in idle["rows"] if some} <= {"norm"}  # summed over ranks
+    assert idle["coverage"] == 2
+    yield "b7", {"right": "coverage", "coverage": idle["coverage"]}
+
+
+def questions(data, pp, labels):
+    """All of them, in the order of the file."""
+    texts = tomllib.loads(TEXT.read_text())
+    facts = dict(of_layouts(data["layouts"])) | dict(of_memory(data["memory"]))
+    facts |= dict(of_pipelines(data["pipelines"], pp)) | dict(of_collectives(data["collectives"]))
+    facts |= dict(of_time(data["time"], data["memory"], texts))
+    facts |= dict(of_bugs(data["bugs"]["scripts"], texts, labels))
+    assert facts.keys() == texts.keys(), facts.keys() ^ texts.keys()
+    return [question(id, text, facts[id]) for id, text in texts.items()]
+
+
+def question(id, text, facts):
+    """What the page gets of a question."""
+    parts = [key for key in ("ask", "because", "see", "shows") if key in text]
+    told = {"id": id} | {key: text[key].format(**facts) for key in parts}
+    told["view"] = told["see"].split("&")[0]
+    if "marks" in text:
+        marks = [[label, facts["marks"][name], *why] for name, label, *why in text["marks"]]
+        return told | {"kind": "marks", "marks": marks}
+    if "op" in facts:
+        own = {"op": facts["op"], "steps": facts["steps"], "P": 4, "message": 2**20}
+        return told | {"kind": "ring"} | own
+    asked = facts.get("options") or text["options"]
+    rows = [[name, words, why.format(**facts)] for name, words, why in asked]
+    assert facts["right"] in [name for name, *_ in rows], (id, facts["right"])
+    options = [[words, None if name == facts["right"] else why] for name, words, why in rows]
+    assert all(why != "" for _, why in options), f"{id}: a wrong guess without a reason"
+    return told | {"kind": "choice", "options": options}
