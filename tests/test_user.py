@@ -11,7 +11,7 @@ from forks import STRATEGIES, run_script
 
 DIFF = 314  # lines of `diff tp.py sp_megatron.py`
 BUDGETS = {  # lines; nobody adds without taking something away
-    "tp.py": 1064, "sp_megatron.py": 1070, "sp_ulysses.py": 1043, "pp.py": 1392,
+    "tp.py": 897, "sp_megatron.py": 946, "sp_ulysses.py": 908, "pp.py": 1138,
     "oom_search.py": 900, "sp_layout_sim.py": 827, "labs/break_it.py": 400, "tests/*.py": 6561,
     "tests/answers/*.txt": 1842,
 }  # fmt: skip

@@ -9,6 +9,7 @@ import random
 
 import torch
 import torch.distributed as dist
+from checks.compare import close, drawn
 from checks.documents import (
     END,
     IGNORE,
@@ -32,7 +33,7 @@ from checks.documents import (
     short,
     zigzag,
 )
-from checks.experts import drawn, gradients, members, same
+from checks.experts import gradients, members
 from checks.packed import (
     FAMILIES,
     agreed,
@@ -112,7 +113,7 @@ def check_mask(lab, group, seed):
             hints = {text: wrong.double() for text, wrong in hints.items()}
             hint = "q_at and k_at are the tokens' numbers: compare these, not places in the lists"
             found = found.double() if isinstance(found, torch.Tensor) else found
-            same(f"{told}: visible", found, right.double(), hints, hint)
+            close(f"{told}: visible", found, right.double(), hints, hint)
     return "with and without windows: what PyTorch's create_mask and a block-diagonal mask say"
 
 
@@ -220,16 +221,16 @@ def check_ring_forward(lab, world, seed):
         alone = dense(q, k, v, case.mask[own][:, own])
         hints = {"these are this rank's own keys only: the others' come by pass_on()": alone}
         hint = "merge() the part of every step, of its keys and their tokens' numbers"
-        call = same, f"{told}: out", out, case.out[:, :, own], hints, hint
+        call = close, f"{told}: out", out, case.out[:, :, own], hints, hint
         worst = max(worst, agreed(group, *call))
         scores = (q @ case.k[:, None].mT).masked_fill(~case.mask[own], -torch.inf)
-        same(f"{told}: lse", lse, scores.logsumexp(-1), None, "merge() gives both")
+        close(f"{told}: lse", lse, scores.logsumexp(-1), None, "merge() gives both")
         steps = [finished.travels(held, (rank - t) % len(held), t, first) for t in range(len(held))]
         listed = isinstance(kept, list | tuple) and len(kept) == len(steps)
         expect(listed, f"{told}: kept is not a list of {len(held)}", "k and v of every step")
         hint = "k and v as they were used in this step, stacked"
         for at, mine in zip(steps, kept):
-            same(f"{told}: kept", mine, torch.stack([case.k, case.v])[:, :, at], None, hint)
+            close(f"{told}: kept", mine, torch.stack([case.k, case.v])[:, :, at], None, hint)
         expect_sent(told, traffic, case, held, rank, 1)
         busy = [case.mask[own][:, at].any() for at in steps]
         expect_overlap(told, events, case, held, rank, busy)
@@ -256,7 +257,7 @@ def check_ring_backward(lab, world, seed):
         hints = [{"dq of the own keys alone: add what every step gives": mine[0]}]
         hints += [{only: part} for part in mine[1:]]
         for name, one, other, known in zip(("dq", "dk", "dv"), found, right, hints):
-            call = same, f"{told}: {name}", one, other, known, hint
+            call = close, f"{told}: {name}", one, other, known, hint
             worst = max(worst, agreed(group, *call))
         expect_sent(told, traffic, case, held, group.rank(), 0)
     return f"1 to 4 ranks, four placements, a window: dq, dk, dv off by {worst:.0e}"
@@ -273,24 +274,24 @@ def check_ulysses(lab, world, seed):
         with Unchanged(x=mine, held=held), Traffic() as traffic:
             found = attempt(f"{told}: to_heads()", hint, lab.to_heads, mine, held, group)
         hints = {"they come rank by rank: put the tokens in order": x[heads][:, order]}
-        same(f"{told}: to_heads()", found, x[heads], hints, hint)
+        close(f"{told}: to_heads()", found, x[heads], hints, hint)
         expect_one(f"{told}: to_heads()", traffic, mine.nbytes)
         hint = "each rank gets its own tokens of these heads, heads in the order of the ranks"
         mine = x[heads]
         with Unchanged(x=mine, held=held), Traffic() as traffic:
             found = attempt(f"{told}: to_tokens()", hint, lab.to_tokens, mine, kv, held, group)
-        same(f"{told}: to_tokens()", found, x[:, own], None, hint)
+        close(f"{told}: to_tokens()", found, x[:, own], None, hint)
         expect_one(f"{told}: to_tokens()", traffic, mine.nbytes)
         leaves = case.q[:, :, own], case.k[:, own], case.v[:, own]
         leaves = [leaf.clone().requires_grad_() for leaf in leaves]
         out = lab.ulysses_attention(*leaves, held, case.first, group)
-        worst = max(worst, same(f"{told}: attention", out.detach(), case.out[:, :, own]))
+        worst = max(worst, close(f"{told}: attention", out.detach(), case.out[:, :, own]))
         hint = "the backward needs AllToAll.apply, and no detach()"
         expect(out.requires_grad, f"{told}: attention has no gradient", hint)
         grads = gradients(out, case.dout[:, :, own], leaves)
         right = case.dq[:, :, own], case.dk[:, own], case.dv[:, own]
         for name, one, other in zip(("dq", "dk", "dv"), grads, right):
-            worst = max(worst, same(f"{told}: {name}", one, other, None, hint))
+            worst = max(worst, close(f"{told}: {name}", one, other, None, hint))
     return f"1 to 4 ranks, 5 KV heads, any placement: attention and gradients off by {worst:.0e}"
 
 

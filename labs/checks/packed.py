@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from checks.compare import close, drawn
 from checks.documents import (
     END,
     IGNORE,
@@ -21,7 +22,7 @@ from checks.documents import (
     placements,
     position_of,
 )
-from checks.experts import EXACT, Float64, drawn, gradients, members, same
+from checks.experts import EXACT, Float64, gradients, members
 from harness import Traffic, Wrong, expect
 from transformers import (
     AttentionInterface,
@@ -172,9 +173,11 @@ def expect_loss(lab, told, labels, own, group, seed):
     hints |= {"the mean: divide by the number of all ranks' targets": 1}
     hints = {text: (losses / n).detach() for text, n in hints.items() if n}
     hint = "a rank without a target has 0; where no rank has one, the sum is divided by 1"
-    same(f"{told}: the summand", found.detach(), right.detach(), hints, hint)
+    close(f"{told}: the summand", found.detach(), right.detach(), hints, hint)
     hint = "the number of targets has no gradient; the loss has"
-    same(f"{told}: the gradient", *(gradients(y, None, [x])[0] for y in (found, right)), None, hint)
+    close(
+        f"{told}: the gradient", *(gradients(y, None, [x])[0] for y in (found, right)), None, hint
+    )
     calls = sum(count for count, _ in traffic.ops.values())
     expect(calls == 1 and traffic.bytes("all_reduce") <= 8, f"{told}: {traffic.ops}", "one number")
 
