@@ -709,7 +709,7 @@ def print_table(rows):
     """Print rows, dicts with the same keys, in columns."""
     table = [list(rows[0])]
     for row in rows:
-        table.append([f"{x:.6g}" if isinstance(x, float) else str(x) for x in row.values()])
+        table.append([f"{x:.3g}" if isinstance(x, float) else str(x) for x in row.values()])
     widths = [max(map(len, column)) for column in zip(*table)]
     print()
     for cells in table:
@@ -847,8 +847,8 @@ def compare(found, expected, args, group):
         least = squares[key[:2]] * (1e-6 if args.dtype == "float64" else 1)
         error = math.sqrt(error / (max(squares[key], least) or 1.0))
         row = {"name": key[2], "kind": key[1], "step": key[0], "rank": ranks[:, 0].argmax().item()}
-        row |= {"coverage": coverage, "relative_error": error}
-        close = error <= LIMIT[args.dtype]  # False for NaN
+        row |= {"coverage": coverage, "relative_error": error, "limit": LIMIT[args.dtype]}
+        close = error <= row["limit"]  # False for NaN
         rows.append(row | {"passed": close and abs(coverage - 1) < 1e-9})
     return rows
 
@@ -868,7 +868,8 @@ def check_correctness(args, group):
         print(f"  {name:10}  one device {one_device:.8g}, parallel {parallel:.8g}")
     print(f"\n  {'Wrong' if wrong else 'The largest errors'}, of {len(rows)} tensors in all steps")
     print("  (coverage: how often a tensor exists over all ranks, replicas counted once):")
-    print_table((wrong or nearest)[:8])
+    columns = ("name", "kind", "step", "rank", "coverage", "relative_error", "limit")
+    print_table([{name: row[name] for name in columns} for row in (wrong or nearest)[:8]])
     summary = f"logits, loss and all gradients are within {LIMIT[args.dtype]} of one device's"
     if wrong:
         summary = f"{len(wrong)} of {len(rows)} tensors are wrong, the first: {wrong[0]['name']}"

@@ -307,7 +307,7 @@ def main():
     old = embedded(PAGE) if PAGE.exists() else {}
     data = {name: make() if name in only else old.get(name) for name, make in VIEWS.items()}
     data["questions"] = questions(data, pp, LABELS)
-    pp.atomic_write(PAGE, lambda draft: draft.write_text(assemble(data)))
+    PAGE.write_text(assemble(data))
     print(f"{PAGE}: {PAGE.stat().st_size / 1024:,.0f} KiB")
 
 

@@ -52,9 +52,8 @@ def main(runs=200, series=0):
             results = json.loads(file.read_text()) if file.exists() else {}
             file.unlink(missing_ok=True)
             for row in results.get("correctness", {}).get("tensors", []):
-                if row["limit"]:
-                    key = results["dtype"], row["name"] if row["rank"] == "all" else row["kind"]
-                    nearest[key] = max(nearest[key], row["relative_error"] / row["limit"])
+                key = results["dtype"], row["kind"]
+                nearest[key] = max(nearest[key], row["relative_error"] / row["limit"])
             for apart in re.findall(r"losses within (\S+) of", output):
                 key = results["dtype"], "learning"
                 nearest[key] = max(nearest[key], float(apart))
