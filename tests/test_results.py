@@ -111,8 +111,8 @@ def test_predictions_are_near_what_others_measured():
     near = [abs(ratio - 1) <= 0.2 for ratio in ratios.values()]
     assert all(is_near or row["why"] for is_near, (_, row) in zip(near, PUBLISHED)), ratios
     told = (
-        f"{len(near)} measurements that others published",
-        f"{sum(near)} are predicted within 20%",
+        f"published {len(near)} such measurements",
+        f"{sum(near)} predictions are within 20%",
     )
     assert all(words in (ROOT / "README.md").read_text() for words in told)
 
