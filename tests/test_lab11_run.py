@@ -134,7 +134,9 @@ def test_bad_input_is_one_line(options, message, capsys):
 def fast(monkeypatch):
     """No checks, and a memory that is not oom_search.py's."""
     monkeypatch.setattr(harness.companion("checks", LABS["lab11"]), "CHECKS", {})
-    memory = {"tp": (44e9, True), "sp": (13e9, True), "ulysses": (125e9, False)}
+    memory = {name: {"peak_bytes": None, "fits": None, "why": "a test"} for name in plan.STRATEGIES}
+    for name, peak, fits in ("tp", 44e9, True), ("sp", 13e9, True), ("ulysses", 125e9, False):
+        memory[name] = {"peak_bytes": peak, "fits": fits, "why": None}
     monkeypatch.setattr(plan, "peak_memory", lambda *_: memory)
 
 
@@ -144,7 +146,9 @@ def test_plan(fast, capsys, tmp_path):
     assert run_lab(LABS["lab11"], list(map(str, options))) == 0
     ranked = json.loads(files[0].read_text())["plan"]
     assert sorted(row["strategy"] for row in ranked) == sorted(plan.STRATEGIES)
-    assert [row["seconds"] for row in ranked] == sorted(row["seconds"] for row in ranked)
+    fitting = [row["seconds"] for row in ranked if row["fits"]]
+    assert fitting == sorted(fitting) and [row["fits"] for row in ranked[:2]] == [True, True]
+    assert ranked[-1]["strategy"] == "ulysses"  # what does not fit is last
     for row in ranked:
         assert sum(row["parts"].values()) == approx(row["seconds"])
     shown = capsys.readouterr().out
@@ -162,8 +166,8 @@ def test_what_cannot_run_says_why(fast, capsys):
 
 @pytest.mark.slow  # oom_search.py, once
 def test_memory_is_oom_searchs():
-    peak, fits = plan.peak_memory(["tp"], "llama-3.2-1b", 2, 4096, "h100")["tp"]
-    assert 2e9 < peak < 40e9 and fits
+    found = plan.peak_memory(["tp"], lab.MODELS["llama-3.2-1b"], 2, 4096, 1, "h100")["tp"]
+    assert 2e9 < found["peak_bytes"] < 40e9 and found["fits"]
 
 
 def test_readme_says_how_long_a_step_takes():

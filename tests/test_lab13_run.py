@@ -64,7 +64,7 @@ def test_the_pictures_cuts(tmp_path):
 @pytest.fixture
 def saved(tmp_path, monkeypatch):
     """(folder, full tensors, load) of a checkpoint; load() on one rank: tensors, or the error."""
-    full = shards.drawn(0, shards.SHAPES)
+    full = {name: x.double() for name, x in shards.drawn(0, shards.SHAPES).items()}
     shards.save_with(lab, tmp_path, full, "tp", 2)
     monkeypatch.setattr(lab, "gather_objects", lambda value, group: [value])
 
