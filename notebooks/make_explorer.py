@@ -202,7 +202,7 @@ def pipelines():
             for costs in COSTS:
                 F, B, W = (int(cost) / V for cost in costs.split(":"))
                 cost = {"F": F, "B": B, "W": W} if schedule == "zb" else {"F": F, "B": B + W}
-                formula = pp.bubble_formula(schedule, P, M, V, *cost.values())
+                formula = pp.bubble_formula(P, M, V, *cost.values())
                 formulas.append(formula and round(formula, 6))  # None: no closed form
             row = {"formula": formulas}
             row["in_flight"] = [pp.most_in_flight(actions) for actions in ranks]
@@ -307,7 +307,7 @@ def main():
     old = embedded(PAGE) if PAGE.exists() else {}
     data = {name: make() if name in only else old.get(name) for name, make in VIEWS.items()}
     data["questions"] = questions(data, pp, LABELS)
-    pp.atomic_write(PAGE, lambda draft: draft.write_text(assemble(data)))
+    PAGE.write_text(assemble(data))
     print(f"{PAGE}: {PAGE.stat().st_size / 1024:,.0f} KiB")
 
 

@@ -13,26 +13,22 @@ ROOT = Path(__file__).resolve().parents[2]
 LABELS = {"logits": "logits", "loss": "loss", "norms": "gradients of norms"}
 LABELS |= {"qkv": "gradients of q, k, v", "o": "gradients of o"}
 LABELS |= {"mlp": "gradients of gate, up, down", "embedding": "gradient of the embedding"}
-LABELS |= {"head": "gradient of lm_head", "inputs": "gradient of the embedded tokens"}
+LABELS |= {"head": "gradient of lm_head"}
 LABELS |= {"norm": "norm of all gradients", "later": "loss of the second step"}
 # Which of LABELS a gradient belongs to, by what its name contains; the first that fits
-GRADIENTS = {"inputs": "inputs_embeds", "norms": "norm", "qkv": r"[qkv]_proj", "o": "o_proj"}
+GRADIENTS = {"norms": "norm", "qkv": r"[qkv]_proj", "o": "o_proj"}
 GRADIENTS |= {"mlp": r"(gate|up|down)_proj", "embedding": "embed_tokens", "head": "lm_head"}
 
 
 def group(entry):
     """The row of LABELS that an entry of --json belongs to; None: to none that is shown."""
-    text = f"{entry['kind']} {entry['name']}"
-    if re.search(r"512|shard|large", text):
-        return None
-    later = re.search(r"step[ _]?2|second", text)
-    if later or entry["kind"].startswith("weight"):
-        return "later" if "loss" in text else None
-    if "grad_norm" in text:
+    if entry["step"] > 1 or entry["kind"] == "weight":
+        return "later" if (entry["step"], entry["kind"]) == (2, "loss") else None
+    if entry["kind"] == "grad_norm":
         return "norm"
-    if entry["kind"].startswith("grad"):
+    if entry["kind"] == "grad":
         return next(name for name, own in GRADIENTS.items() if re.search(own, entry["name"]))
-    return next(name for name in ("logits", "loss") if name in text)
+    return entry["kind"]
 
 
 def summary(correctness):
@@ -42,7 +38,7 @@ def summary(correctness):
         if (name := group(entry)) is not None:
             row = rows.setdefault(name, [name, 0.0, 0, 0])
             row[1] = max(row[1], float(f"{entry['relative_error']:.2g}"))
-            row[2] += entry["relative_error"] > entry["limit"]
+            row[2] += entry["relative_error"] > correctness["tolerance"]
             row[3] += 1
     coverage = max((entry["coverage"] for entry in tensors), key=lambda x: abs(x - 1))
     wrong = sum(not entry["passed"] for entry in tensors)

@@ -213,7 +213,7 @@ view({
       timelineKeys(Object.keys(time), V),
       html("div", { class: "figures" },
         figure(percent(idle), "bubble: part of the time that a rank waits"),
-        figure(percent(found.formula[which]), found.formula[which] === null ? "no closed form here" : `by the formula ${formula}`),
+        figure(percent(found.formula[which]), found.formula[which] === null ? `no closed form: ${M < P ? "fewer microbatches than ranks" : "W is the longest"}` : `by the formula ${formula}`),
         figure(forwards(total, unit), "forwards, all in all"),
         figure(`${Math.max(...most)}${V > 1 ? ` × 1/${V}` : ""} of ${M}`, `microbatches in flight, at most${V > 1 ? `, in 1/${V} of a rank's layers` : ""}`)),
       html("p", { class: "note" },

@@ -75,7 +75,7 @@ function picture(width, height, words, ...children) {
 
 // A picture's width: the page's in pixels, so that no text shrinks; a projector's larger page scales it up.
 function pageWidth() {
-  const width = Math.min(1240, document.querySelector("main").clientWidth);
+  const width = Math.max(300, Math.min(1240, document.querySelector("main").clientWidth)); // 0: not yet laid out
   return LOW.matches && !covered() ? 0.6 * (width - 12) : width;
 }
 
