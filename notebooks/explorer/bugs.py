@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LABELS = {"logits": "logits", "loss": "loss", "norms": "gradients of norms"}
 LABELS |= {"qkv": "gradients of q, k, v", "o": "gradients of o"}
 LABELS |= {"mlp": "gradients of gate, up, down", "embedding": "gradient of the embedding"}
-LABELS |= {"head": "gradient of lm_head", "inputs": "gradient of the embedded tokens"}
+LABELS |= {"head": "gradient of lm_head"}
 LABELS |= {"norm": "norm of all gradients", "later": "loss of the second step"}
 # Which of LABELS a gradient belongs to, by what its name contains; the first that fits
 GRADIENTS = {"norms": "norm", "qkv": r"[qkv]_proj", "o": "o_proj"}
