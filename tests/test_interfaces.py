@@ -88,7 +88,7 @@ def test_float32_islands_are_where_we_lift_them():
 def test_nothing_is_trusted_that_could_run_code():
     """No remote code, no pickle: weights are safetensors or gguf. Only labs import our files."""
     every = {source.stem for source in SOURCES} | {"checks", "experiments"}
-    shared = {"harness", "cli", "run", "pictures", "checks", "experiments"}
+    shared = {"harness", "blame", "cli", "run", "pictures", "checks", "experiments"}
     for source in SOURCES:
         labs = "labs" in source.relative_to(ROOT).parts
         own = every - shared if labs else every
