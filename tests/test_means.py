@@ -129,7 +129,9 @@ def prove(name, options, model, put, recomputes, file):
             named = list(model.named_parameters())  # before modules move to other names
             parameters = [p for _, p in named]
             plain = {"named_parameters": lambda n=named: n, "parameters": lambda p=parameters: p}
-            plain = SimpleNamespace(config=args.config, model=model.model, **plain)
+            attention = getattr(model.model.layers[0], "self_attn", None)  # pp: maybe not here
+            layers = SimpleNamespace(layers=[SimpleNamespace(self_attn=attention)])
+            plain = SimpleNamespace(config=args.config, model=layers, **plain)
             plain.dtype = parameters[0].dtype
             if right is None:
                 right = gradients(script, model, parameters, group, args)
