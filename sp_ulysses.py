@@ -361,7 +361,7 @@ def final_hidden_states(model, ids, group, args):
         return args, {"position_ids": kwargs["position_ids"].clamp(max=last)}
 
     def own_rotations(rotary, args, out):  # cos and sin (1, s, d) -> (1, s/P, d)
-        return tuple(x[:, first : first + size] for x in out)
+        return tuple(x[:, first : first + size].clone() for x in out)  # a view would keep all
 
     rotary = model.model.rotary_emb
     with rotary.register_forward_pre_hook(without_padding, with_kwargs=True):
