@@ -737,6 +737,8 @@ def check_benchmark(args, group):
 
     with Meter() as forward:  # these two steps warm up, too
         step(backward=False)
+    if cuda:
+        device.reset_peak_memory_stats()  # loading had the full model
     with Meter() as both:
         step()
     peaks = gather_objects(device.max_memory_allocated() if cuda else both.peak, group)
@@ -864,11 +866,9 @@ def run(args, group):
     modes = list(MODES) if args.mode == "all" else [args.mode]
     for mode in modes:
         args.dtype = dtype or ("float64" if mode in ("correctness", "learning") else "float32")
-        ranks = (
-            f"{group.size()} rank{'s' * (group.size() > 1)} ({args.backend}, {args.device.type})"
-        )
+        job = f"{group.size()} rank{'s' * (group.size() > 1)} ({args.backend}, {args.device.type})"
         size = f"{args.model}, {args.dtype}, {args.batch} x {args.length} tokens"
-        print(f"\n{mode}: {STRATEGY}, {ranks}, {size}")
+        print(f"\n{mode}: {STRATEGY}, {job}, {size}")
         with upcasts_in_float64(args):
             summary, result = (MODES | OWN_MODES)[mode](args, group)
         results[mode] = {"dtype": args.dtype} | result

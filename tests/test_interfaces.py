@@ -97,6 +97,7 @@ def test_nothing_is_trusted_that_could_run_code():
         if source.stem == "lab3b_hang":  # it reads torch's record of its own process, no more
             trusting = trusting.replace("import pickle|pickle", r"pickle(?!\.loads\(dump\))")
         assert not re.search(trusting, text), source
+        assert "AutoModelForCausalLM.from_pretrained(" not in text.replace("_gguf", ""), source
         if "auto.from_pretrained(" in text:
             assert '"use_safetensors": True' in text, source
         for node in ast.walk(ast.parse(text)):
