@@ -309,7 +309,8 @@ def optimizer_step(optimizers):
 def sizes_of(config, length, world):
     """How long rows of (a rank's shard of) the vocabulary are, and how long others are."""
     vocabulary = {config.vocab_size, config.vocab_size // world, -(-config.vocab_size // world)}
-    others = (config.hidden_size, config.intermediate_size, config.head_dim, length)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    others = (config.hidden_size, config.intermediate_size, head_dim, length)
     return vocabulary, {size // n for size in others for n in (1, world)}
 
 

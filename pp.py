@@ -80,7 +80,7 @@ STRATEGY = "pp"
 IGNORE = -100  # the label of a token that is no target: PyTorch's and Hugging Face's convention
 LOSS_CHUNK = 2048  # --loss chunked: a rank holds as many logits as these tokens have, at a time
 
-FAMILIES = ("llama",)  # model_type of the models that can be sharded here
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2")  # model_type
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 SIZES += ("num_key_value_heads", "vocab_size", "tie_word_embeddings")
 # Copied from tp.py
@@ -90,6 +90,11 @@ PRESETS = {  # of models with random weights
     "llama-3.2-1b": ("llama", 2048, 8192, 16, 32, 8, 128256, True),
     "llama-3.2-3b": ("llama", 3072, 8192, 28, 24, 8, 128256, True),
     "llama-3.1-8b": ("llama", 4096, 14336, 32, 32, 8, 128256, False),
+    "llama-3.1-70b": ("llama", 8192, 28672, 80, 64, 8, 128256, False),
+    "mistral-7b": ("mistral", 4096, 14336, 32, 32, 8, 32768, False),
+    "qwen3-0.6b": ("qwen3", 1024, 3072, 28, 16, 8, 151936, True),
+    "qwen3-8b": ("qwen3", 4096, 12288, 36, 32, 8, 151936, False),
+    "smollm3-3b": ("smollm3", 2048, 11008, 36, 16, 4, 128256, True),
 }
 
 
@@ -737,17 +742,24 @@ def upcasts_in_float64(args):
 def load_model(args):
     """HF's model for causal language modeling on this rank's device: the same at every call."""
     torch.manual_seed(args.seed)
-    config = copy.deepcopy(args.config)  # parallelize() changes it
+    auto, config = transformers.AutoModelForCausalLM, copy.deepcopy(args.config)
     how = {"dtype": getattr(torch, args.dtype), "attn_implementation": args.attention}
-    if args.source is None:
-        with args.device:
-            return transformers.AutoModelForCausalLM.from_config(config, **how).train()
-    how |= {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
-    auto = transformers.AutoModelForCausalLM
-    model, report = auto.from_pretrained(config=config, **args.source, **how)
-    if any(report.values()):
-        report = {problem: names for problem, names in report.items() if names}
-        raise UsageError(f"weights of {args.model} do not fit its config: {str(report)[:500]}")
+    try:
+        if args.source is None:
+            with args.device:
+                return auto.from_config(config, **how).train()
+        how |= {"use_safetensors": True, "ignore_mismatched_sizes": True}
+        how |= {"output_loading_info": True, "trust_remote_code": False}
+        model, report = auto.from_pretrained(config=config, **args.source, **how)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as problem:  # of many kinds
+        raise UsageError(f"cannot load the model {args.model}: {problem!r}") from None
+    wrong = [
+        f"{len(names)} {kind}, {min(map(str, names))}" for kind, names in report.items() if names
+    ]
+    if wrong:
+        raise UsageError(f"weights of {args.model} do not fit its config: {'; '.join(wrong)}")
     return model.to(args.device).train()
 
 
@@ -1002,6 +1014,12 @@ def check_benchmark(args, group):
 # ---- 6. Command line: the same in all four scripts -----------------------------------------------
 
 MODES = {"correctness": check_correctness, "learning": check_learning, "benchmark": check_benchmark}
+WHY_NOT = {  # the family of a model that cannot be sharded here, by how its name begins
+    "granite": "it multiplies embeddings, residuals and logits",
+    "gemma": "it multiplies embeddings and has other norms",
+    "phi": "its q, k and v are one matrix",
+    "glm": "its gate and up are one matrix",
+}
 
 
 def find_model(name):
@@ -1017,12 +1035,23 @@ def find_model(name):
         source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     elif not path.is_dir() and (path.exists() or "/" not in name or name[0] in "./~"):
         raise UsageError(f"no model {name}: a directory, a .gguf file or {list(PRESETS)} would do")
-    try:
-        config = transformers.AutoConfig.from_pretrained(**source, trust_remote_code=False)
+    try:  # the entries of config.json; what code the model brings is not run
+        entries, _ = transformers.PreTrainedConfig.get_config_dict(**source)
+        family = str(entries.get("model_type"))
+        known = family in FAMILIES
+        config = transformers.AutoConfig.for_model(**entries) if known else None
     except Exception as problem:  # of many kinds
-        raise UsageError(f"cannot read the model {name}: {problem}") from None
-    if config.model_type not in FAMILIES:
-        raise UsageError(f"{name} is a {config.model_type}; {', '.join(FAMILIES)} would do")
+        raise UsageError(f"cannot read the model {name}: {problem!r}") from None
+    if not known:
+        why = "".join(why for begin, why in WHY_NOT.items() if family.startswith(begin))
+        if any("experts" in key for key in entries):
+            why = "it has experts, which labs/lab12_experts.py is about"
+        raise UsageError(f"{name}: {family}: {why or 'not proved'}; {', '.join(FAMILIES)} would do")
+    if "quantization_config" in entries or (path / "adapter_config.json").exists():
+        raise UsageError(f"{name} is quantized or has an adapter; plain weights would do")
+    if entries.get("attention_dropout"):
+        print("attention_dropout is set to 0: ranks would not draw what one device draws")
+        config.attention_dropout = 0.0
     weights = [*path.glob("*.safetensors*"), *path.glob("*.bin*")]
     return config, None if path.is_dir() and not weights else source
 

@@ -78,7 +78,7 @@ STRATEGY = "sp_megatron"
 IGNORE = -100  # the label of a token that is no target: PyTorch's and Hugging Face's convention
 LOSS_CHUNK = 2048  # --loss chunked: a rank holds as many logits as these tokens have, at a time
 
-FAMILIES = ("llama",)  # model_type of the models that can be sharded here
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2")  # model_type
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 SIZES += ("num_key_value_heads", "vocab_size", "tie_word_embeddings")
 # Copied from tp.py
@@ -88,6 +88,11 @@ PRESETS = {  # of models with random weights
     "llama-3.2-1b": ("llama", 2048, 8192, 16, 32, 8, 128256, True),
     "llama-3.2-3b": ("llama", 3072, 8192, 28, 24, 8, 128256, True),
     "llama-3.1-8b": ("llama", 4096, 14336, 32, 32, 8, 128256, False),
+    "llama-3.1-70b": ("llama", 8192, 28672, 80, 64, 8, 128256, False),
+    "mistral-7b": ("mistral", 4096, 14336, 32, 32, 8, 32768, False),
+    "qwen3-0.6b": ("qwen3", 1024, 3072, 28, 16, 8, 151936, True),
+    "qwen3-8b": ("qwen3", 4096, 12288, 36, 32, 8, 151936, False),
+    "smollm3-3b": ("smollm3", 2048, 11008, 36, 16, 4, 128256, True),
 }
 
 
@@ -260,6 +265,26 @@ class VocabParallelEmbedding(nn.Module):
         return reduce_scatter_to_sp_region(out.masked_fill(elsewhere[..., None], 0), self.group)
 
 
+class ParallelRMSNorm(nn.Module):
+    """Features [start, end) of OLMo 2's q_norm and k_norm, which normalize all heads together: the
+    sum of squares is over all ranks, one number per token. A KV head's replicas count it again."""
+
+    def __init__(self, norm, start, end, group, replicas=1, sum_over=None):
+        super().__init__()
+        self.weight = make_shard(norm.weight, 0, start, end, replicas, sum_over)
+        self.features, self.eps = len(norm.weight) * replicas, norm.variance_epsilon
+        self.group = group
+
+    def forward(self, x):  # (b, s, features/P)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = wide.square().sum(-1, keepdim=True)  # (b, s, 1)
+        # g after g-bar is an all-reduce: all ranks' heads use the sum, so its gradient is summed, too
+        squares = reduce_scatter_to_sp_region(squares, self.group)
+        squares = gather_from_sp_region(squares, self.group)
+        normalized = wide * torch.rsqrt(squares / self.features + self.eps)
+        return (self.weight * normalized).to(x.dtype)
+
+
 def enter_block(group, block, args, kwargs):
     """Forward pre-hook of attention and MLP: g, once for all column parallel linears in it."""
     if args:  # how HF calls an MLP
@@ -298,6 +323,9 @@ def parallelize(model, group, args):
     (q0, q1), (k0, k1), replicas = head_range(config, rank, world)
     i0, i1 = split(config.intermediate_size, rank, world)
     v0, v1 = split(config.vocab_size, rank, world)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:  # replicated, but a rank's tokens (or heads) give part of the gradient
+            mark(parameter, replicas=world, sum_over=group if world > 1 else None)
     shared = 1, None  # replicas of this rank's KV heads, and the ranks that sum their gradients
     if replicas > 1:
         timeout = datetime.timedelta(seconds=args.timeout)
@@ -310,14 +338,14 @@ def parallelize(model, group, args):
         attention.v_proj = ColumnParallelLinear(attention.v_proj, k0 * d, k1 * d, *shared)
         attention.o_proj = RowParallelLinear(attention.o_proj, q0 * d, q1 * d, group)
         attention.num_key_value_groups = (q1 - q0) // (k1 - k0)  # for HF's repeat_kv
+        if config.model_type == "olmo2":
+            attention.q_norm = ParallelRMSNorm(attention.q_norm, q0 * d, q1 * d, group)
+            attention.k_norm = ParallelRMSNorm(attention.k_norm, k0 * d, k1 * d, group, *shared)
         mlp.gate_proj = ColumnParallelLinear(mlp.gate_proj, i0, i1)
         mlp.up_proj = ColumnParallelLinear(mlp.up_proj, i0, i1)
         mlp.down_proj = RowParallelLinear(mlp.down_proj, i0, i1, group)
         for block in (attention, mlp):
             block.register_forward_pre_hook(partial(enter_block, group), with_kwargs=True)
-    for name, parameter in model.named_parameters():
-        if "norm" in name:  # replicated, but a rank's own tokens give a part of the gradient
-            mark(parameter, replicas=world, sum_over=group if world > 1 else None)
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     model.model.embed_tokens = VocabParallelEmbedding(model.model.embed_tokens, v0, v1, group)
     model.lm_head = ColumnParallelLinear(model.lm_head, v0, v1)
@@ -406,7 +434,8 @@ def final_hidden_states(model, ids, group, args):
     ]  # of all tokens, as in attention
 
     def without_padding(rotary, args, kwargs):  # the last position may decide on the frequencies
-        return args, {"position_ids": kwargs["position_ids"].clamp(max=last)}
+        hidden, positions = *args, *kwargs.values()
+        return (hidden, positions.clamp(max=last)), {}
 
     with model.model.rotary_emb.register_forward_pre_hook(without_padding, with_kwargs=True):
         outputs = model.model(input_ids=ids, position_ids=positions, use_cache=False)
@@ -482,12 +511,16 @@ def expected_traffic(model, group, args):
     if args.recompute == "full":  # every layer's forward again, up to the MLP's g-bar (see the top)
         rows += [("backward", "all_gather", blocks, blocks * hidden)]
         rows += [("backward", "reduce_scatter", layers, layers * hidden)]
-    _, _, replicas = head_range(model.config, group.rank(), group.size())
-    for name, parameter in model.named_parameters():
-        replicated = replicas > 1 and ("k_proj" in name or "v_proj" in name)
-        if replicated or "norm" in name:
-            rows += [("backward", "all_reduce", 1, parameter.nbytes)]
-    return rows
+    if model.config.model_type == "olmo2":  # q_norm's and k_norm's sums of squares, and their f
+        for op in "reduce_scatter", "all_gather":
+            sums = op, 2 * layers, 2 * layers * number
+            rows += [("forward", *sums), ("backward", *sums)]
+            if args.recompute == "full":
+                rows += [("backward", *sums)]
+        if args.recompute == "full":  # the MLP's g-bar, too, since a norm comes after it
+            rows += [("backward", "reduce_scatter", layers, layers * hidden)]
+    summed = [p for p in model.parameters() if p.sum_over is not None]
+    return rows + [("backward", "all_reduce", 1, p.nbytes) for p in summed]
 
 
 OPTIONS = {}
@@ -545,17 +578,24 @@ def upcasts_in_float64(args):
 def load_model(args):
     """HF's model for causal language modeling on this rank's device: the same at every call."""
     torch.manual_seed(args.seed)
-    config = copy.deepcopy(args.config)  # parallelize() changes it
+    auto, config = transformers.AutoModelForCausalLM, copy.deepcopy(args.config)
     how = {"dtype": getattr(torch, args.dtype), "attn_implementation": args.attention}
-    if args.source is None:
-        with args.device:
-            return transformers.AutoModelForCausalLM.from_config(config, **how).train()
-    how |= {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
-    auto = transformers.AutoModelForCausalLM
-    model, report = auto.from_pretrained(config=config, **args.source, **how)
-    if any(report.values()):
-        report = {problem: names for problem, names in report.items() if names}
-        raise UsageError(f"weights of {args.model} do not fit its config: {str(report)[:500]}")
+    try:
+        if args.source is None:
+            with args.device:
+                return auto.from_config(config, **how).train()
+        how |= {"use_safetensors": True, "ignore_mismatched_sizes": True}
+        how |= {"output_loading_info": True, "trust_remote_code": False}
+        model, report = auto.from_pretrained(config=config, **args.source, **how)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as problem:  # of many kinds
+        raise UsageError(f"cannot load the model {args.model}: {problem!r}") from None
+    wrong = [
+        f"{len(names)} {kind}, {min(map(str, names))}" for kind, names in report.items() if names
+    ]
+    if wrong:
+        raise UsageError(f"weights of {args.model} do not fit its config: {'; '.join(wrong)}")
     return model.to(args.device).train()
 
 
@@ -810,6 +850,12 @@ def check_benchmark(args, group):
 # ---- 6. Command line: the same in all four scripts -----------------------------------------------
 
 MODES = {"correctness": check_correctness, "learning": check_learning, "benchmark": check_benchmark}
+WHY_NOT = {  # the family of a model that cannot be sharded here, by how its name begins
+    "granite": "it multiplies embeddings, residuals and logits",
+    "gemma": "it multiplies embeddings and has other norms",
+    "phi": "its q, k and v are one matrix",
+    "glm": "its gate and up are one matrix",
+}
 
 
 def find_model(name):
@@ -825,12 +871,23 @@ def find_model(name):
         source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     elif not path.is_dir() and (path.exists() or "/" not in name or name[0] in "./~"):
         raise UsageError(f"no model {name}: a directory, a .gguf file or {list(PRESETS)} would do")
-    try:
-        config = transformers.AutoConfig.from_pretrained(**source, trust_remote_code=False)
+    try:  # the entries of config.json; what code the model brings is not run
+        entries, _ = transformers.PreTrainedConfig.get_config_dict(**source)
+        family = str(entries.get("model_type"))
+        known = family in FAMILIES
+        config = transformers.AutoConfig.for_model(**entries) if known else None
     except Exception as problem:  # of many kinds
-        raise UsageError(f"cannot read the model {name}: {problem}") from None
-    if config.model_type not in FAMILIES:
-        raise UsageError(f"{name} is a {config.model_type}; {', '.join(FAMILIES)} would do")
+        raise UsageError(f"cannot read the model {name}: {problem!r}") from None
+    if not known:
+        why = "".join(why for begin, why in WHY_NOT.items() if family.startswith(begin))
+        if any("experts" in key for key in entries):
+            why = "it has experts, which labs/lab12_experts.py is about"
+        raise UsageError(f"{name}: {family}: {why or 'not proved'}; {', '.join(FAMILIES)} would do")
+    if "quantization_config" in entries or (path / "adapter_config.json").exists():
+        raise UsageError(f"{name} is quantized or has an adapter; plain weights would do")
+    if entries.get("attention_dropout"):
+        print("attention_dropout is set to 0: ranks would not draw what one device draws")
+        config.attention_dropout = 0.0
     weights = [*path.glob("*.safetensors*"), *path.glob("*.bin*")]
     return config, None if path.is_dir() and not weights else source
 

@@ -73,7 +73,7 @@ STRATEGY = "tp"
 IGNORE = -100  # the label of a token that is no target: PyTorch's and Hugging Face's convention
 LOSS_CHUNK = 2048  # --loss chunked: a rank holds as many logits as these tokens have, at a time
 
-FAMILIES = ("llama",)  # model_type of the models that can be sharded here
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2")  # model_type
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 SIZES += ("num_key_value_heads", "vocab_size", "tie_word_embeddings")
 PRESETS = {  # of models with random weights
@@ -82,6 +82,11 @@ PRESETS = {  # of models with random weights
     "llama-3.2-1b": ("llama", 2048, 8192, 16, 32, 8, 128256, True),
     "llama-3.2-3b": ("llama", 3072, 8192, 28, 24, 8, 128256, True),
     "llama-3.1-8b": ("llama", 4096, 14336, 32, 32, 8, 128256, False),
+    "llama-3.1-70b": ("llama", 8192, 28672, 80, 64, 8, 128256, False),
+    "mistral-7b": ("mistral", 4096, 14336, 32, 32, 8, 32768, False),
+    "qwen3-0.6b": ("qwen3", 1024, 3072, 28, 16, 8, 151936, True),
+    "qwen3-8b": ("qwen3", 4096, 12288, 36, 32, 8, 151936, False),
+    "smollm3-3b": ("smollm3", 2048, 11008, 36, 16, 4, 128256, True),
 }
 
 
@@ -221,6 +226,25 @@ class VocabParallelEmbedding(nn.Module):
         return reduce_from_tp_region(out.masked_fill(elsewhere[..., None], 0), self.group)
 
 
+class ParallelRMSNorm(nn.Module):
+    """Features [start, end) of OLMo 2's q_norm and k_norm, which normalize all heads together: the
+    sum of squares is over all ranks, one number per token. A KV head's replicas count it again."""
+
+    def __init__(self, norm, start, end, group, replicas=1, sum_over=None):
+        super().__init__()
+        self.weight = make_shard(norm.weight, 0, start, end, replicas, sum_over)
+        self.features, self.eps = len(norm.weight) * replicas, norm.variance_epsilon
+        self.group = group
+
+    def forward(self, x):  # (b, s, features/P)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = wide.square().sum(-1, keepdim=True)  # (b, s, 1)
+        # f after g: all ranks' heads use the sum, so the backward sums its gradient, too
+        squares = copy_to_tp_region(reduce_from_tp_region(squares, self.group), self.group)
+        normalized = wide * torch.rsqrt(squares / self.features + self.eps)
+        return (self.weight * normalized).to(x.dtype)
+
+
 def enter_block(group, block, args, kwargs):
     """Forward pre-hook of attention and MLP: f, once for all column parallel linears in it."""
     if args:  # how HF calls an MLP
@@ -241,9 +265,16 @@ def parallelize(model, group, args):
     """Turn HF's model into this rank's share of it, in place; parameters keep HF's names."""
     if args.recompute == "full":
         recompute_layers(model)
+    config, rank, world = model.config, group.rank(), group.size()
+    for name, parameter in model.named_parameters():
+        if (
+            "q_norm" in name or "k_norm" in name
+        ):  # Qwen3's: a rank's heads give part of the gradient
+            mark(parameter, replicas=world, sum_over=group if world > 1 else None)
+        elif "norm" in name:  # replicated, and every rank computes the full gradient
+            mark(parameter, replicas=world)
     if args.dtensor:
         return parallelize_dtensor(model, group)
-    config, rank, world = model.config, group.rank(), group.size()
     (q0, q1), (k0, k1), replicas = head_range(config, rank, world)
     i0, i1 = split(config.intermediate_size, rank, world)
     v0, v1 = split(config.vocab_size, rank, world)
@@ -259,14 +290,14 @@ def parallelize(model, group, args):
         attention.v_proj = ColumnParallelLinear(attention.v_proj, k0 * d, k1 * d, *shared)
         attention.o_proj = RowParallelLinear(attention.o_proj, q0 * d, q1 * d, group)
         attention.num_key_value_groups = (q1 - q0) // (k1 - k0)  # for HF's repeat_kv
+        if config.model_type == "olmo2":
+            attention.q_norm = ParallelRMSNorm(attention.q_norm, q0 * d, q1 * d, group)
+            attention.k_norm = ParallelRMSNorm(attention.k_norm, k0 * d, k1 * d, group, *shared)
         mlp.gate_proj = ColumnParallelLinear(mlp.gate_proj, i0, i1)
         mlp.up_proj = ColumnParallelLinear(mlp.up_proj, i0, i1)
         mlp.down_proj = RowParallelLinear(mlp.down_proj, i0, i1, group)
         for block in (attention, mlp):
             block.register_forward_pre_hook(partial(enter_block, group), with_kwargs=True)
-    for name, parameter in model.named_parameters():
-        if "norm" in name:  # replicated, and every rank computes the full gradient
-            mark(parameter, replicas=world)
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     model.model.embed_tokens = VocabParallelEmbedding(model.model.embed_tokens, v0, v1, group)
     model.lm_head = ColumnParallelLinear(model.lm_head, v0, v1)
@@ -298,7 +329,8 @@ def parallelize_dtensor(model, group):
     for name, parameter in model.named_parameters():  # marked for the proof, which gathers DTensors
         # A matrix that the plan forgot has replicas=1 on each rank: its coverage is P, not 1
         sharded = isinstance(parameter, DTensor) and parameter.placements[0].is_shard()
-        mark(parameter, replicas=group.size() if sharded or "norm" in name else 1)
+        if "norm" not in name:
+            mark(parameter, replicas=group.size() if sharded else 1)
     return model
 
 
@@ -431,11 +463,13 @@ def expected_traffic(model, group, args):
         rows += [("backward", "all_reduce", 2 * chunks, 3 * number)]
     if args.recompute == "full":  # every layer's forward again, up to the MLP's g (see the top)
         rows += [("backward", "all_reduce", layers, layers * hidden)]
-    _, _, replicas = head_range(model.config, group.rank(), group.size())
-    for name, parameter in model.named_parameters():
-        if replicas > 1 and ("k_proj" in name or "v_proj" in name):  # replicated KV heads
-            rows += [("backward", "all_reduce", 1, parameter.nbytes)]
-    return rows
+    if model.config.model_type == "olmo2":  # q_norm's and k_norm's sums of squares, g and f
+        sums = "all_reduce", 2 * layers, 2 * layers * number
+        rows += [("forward", *sums), ("backward", *sums)]
+        if args.recompute == "full":  # those again; and the MLP's g, since a norm comes after it
+            rows += [("backward", *sums), ("backward", "all_reduce", layers, layers * hidden)]
+    summed = [p for p in model.parameters() if p.sum_over is not None]
+    return rows + [("backward", "all_reduce", 1, p.nbytes) for p in summed]
 
 
 OPTIONS = {"--dtensor": {"action": "store_true", "help": "PyTorch's parallelize_module instead"}}
@@ -496,17 +530,24 @@ def upcasts_in_float64(args):
 def load_model(args):
     """HF's model for causal language modeling on this rank's device: the same at every call."""
     torch.manual_seed(args.seed)
-    config = copy.deepcopy(args.config)  # parallelize() changes it
+    auto, config = transformers.AutoModelForCausalLM, copy.deepcopy(args.config)
     how = {"dtype": getattr(torch, args.dtype), "attn_implementation": args.attention}
-    if args.source is None:
-        with args.device:
-            return transformers.AutoModelForCausalLM.from_config(config, **how).train()
-    how |= {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
-    auto = transformers.AutoModelForCausalLM
-    model, report = auto.from_pretrained(config=config, **args.source, **how)
-    if any(report.values()):
-        report = {problem: names for problem, names in report.items() if names}
-        raise UsageError(f"weights of {args.model} do not fit its config: {str(report)[:500]}")
+    try:
+        if args.source is None:
+            with args.device:
+                return auto.from_config(config, **how).train()
+        how |= {"use_safetensors": True, "ignore_mismatched_sizes": True}
+        how |= {"output_loading_info": True, "trust_remote_code": False}
+        model, report = auto.from_pretrained(config=config, **args.source, **how)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as problem:  # of many kinds
+        raise UsageError(f"cannot load the model {args.model}: {problem!r}") from None
+    wrong = [
+        f"{len(names)} {kind}, {min(map(str, names))}" for kind, names in report.items() if names
+    ]
+    if wrong:
+        raise UsageError(f"weights of {args.model} do not fit its config: {'; '.join(wrong)}")
     return model.to(args.device).train()
 
 
@@ -761,6 +802,12 @@ def check_benchmark(args, group):
 # ---- 6. Command line: the same in all four scripts -----------------------------------------------
 
 MODES = {"correctness": check_correctness, "learning": check_learning, "benchmark": check_benchmark}
+WHY_NOT = {  # the family of a model that cannot be sharded here, by how its name begins
+    "granite": "it multiplies embeddings, residuals and logits",
+    "gemma": "it multiplies embeddings and has other norms",
+    "phi": "its q, k and v are one matrix",
+    "glm": "its gate and up are one matrix",
+}
 
 
 def find_model(name):
@@ -776,12 +823,23 @@ def find_model(name):
         source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     elif not path.is_dir() and (path.exists() or "/" not in name or name[0] in "./~"):
         raise UsageError(f"no model {name}: a directory, a .gguf file or {list(PRESETS)} would do")
-    try:
-        config = transformers.AutoConfig.from_pretrained(**source, trust_remote_code=False)
+    try:  # the entries of config.json; what code the model brings is not run
+        entries, _ = transformers.PreTrainedConfig.get_config_dict(**source)
+        family = str(entries.get("model_type"))
+        known = family in FAMILIES
+        config = transformers.AutoConfig.for_model(**entries) if known else None
     except Exception as problem:  # of many kinds
-        raise UsageError(f"cannot read the model {name}: {problem}") from None
-    if config.model_type not in FAMILIES:
-        raise UsageError(f"{name} is a {config.model_type}; {', '.join(FAMILIES)} would do")
+        raise UsageError(f"cannot read the model {name}: {problem!r}") from None
+    if not known:
+        why = "".join(why for begin, why in WHY_NOT.items() if family.startswith(begin))
+        if any("experts" in key for key in entries):
+            why = "it has experts, which labs/lab12_experts.py is about"
+        raise UsageError(f"{name}: {family}: {why or 'not proved'}; {', '.join(FAMILIES)} would do")
+    if "quantization_config" in entries or (path / "adapter_config.json").exists():
+        raise UsageError(f"{name} is quantized or has an adapter; plain weights would do")
+    if entries.get("attention_dropout"):
+        print("attention_dropout is set to 0: ranks would not draw what one device draws")
+        config.attention_dropout = 0.0
     weights = [*path.glob("*.safetensors*"), *path.glob("*.bin*")]
     return config, None if path.is_dir() and not weights else source
 

@@ -21,15 +21,20 @@ SMALL = {
     "hidden_size": 48, "intermediate_size": 46, "num_attention_heads": 12,
     "initializer_range": 0.2, "max_position_embeddings": 64, "num_hidden_layers": 2,
 }  # fmt: skip
-MODELS = {  # LLaMA as it really comes. 2, 3, 4 divide none of vocabulary, intermediate, length 37
+MIXED = {"use_sliding_window": True, "sliding_window": 5}  # full and sliding attention in turn
+MODELS = {  # As they really come. 2, 3, 4 divide none of vocabulary, intermediate, length 37
     "shared_kv": {"num_key_value_heads": 1, "tie_word_embeddings": True, "attention_bias": True,
                   "mlp_bias": True, "pad_token_id": 60},
-    "own_kv": {"num_key_value_heads": 3, "tie_word_embeddings": False},
+    "own_kv": {"model_type": "qwen3", "num_key_value_heads": 3, "tie_word_embeddings": False,
+               "head_dim": 6, "max_window_layers": 1, **MIXED},
     "two_kv": {"num_key_value_heads": 2, "tie_word_embeddings": True,
                "pad_token_id": 26},  # the first word of rank 1 of 4
-    "bias": {"num_key_value_heads": 4, "tie_word_embeddings": False, "attention_bias": True,
-             "mlp_bias": True, "pad_token_id": 7},
-    "head_dim": {"num_key_value_heads": 4, "head_dim": 10, "tie_word_embeddings": False},
+    "bias": {"model_type": "qwen2", "num_key_value_heads": 4, "tie_word_embeddings": False,
+             "pad_token_id": 7, "max_window_layers": 1, **MIXED},  # of q, k and v
+    "head_dim": {"model_type": "mistral", "num_key_value_heads": 4, "head_dim": 10,
+                 "tie_word_embeddings": False, "sliding_window": 4},
+    "olmo2": {"model_type": "olmo2", "num_key_value_heads": 4},
+    "olmo2_shared_kv": {"model_type": "olmo2", "num_key_value_heads": 1},
     "even": {"num_key_value_heads": 4, "tie_word_embeddings": True, "vocab_size": 104,
              "intermediate_size": 48},  # for DTensor
     "six_kv": {"num_key_value_heads": 6, "tie_word_embeddings": True, "attention_bias": True,
@@ -39,8 +44,11 @@ MODELS = {  # LLaMA as it really comes. 2, 3, 4 divide none of vocabulary, inter
     "one_layer": {"num_hidden_layers": 1, "num_key_value_heads": 1},
     "four_heads": {"num_attention_heads": 4, "num_key_value_heads": 1, "hidden_size": 16},
     "seven_heads": {"num_attention_heads": 7, "num_key_value_heads": 1, "hidden_size": 28},
-    "deep": {"num_hidden_layers": 7, "num_key_value_heads": 4, "tie_word_embeddings": True,
-             "attention_bias": True, "mlp_bias": True},
+    "deep": {"model_type": "smollm3", "num_hidden_layers": 7, "num_key_value_heads": 4,
+             "tie_word_embeddings": True, "attention_bias": True, "pad_token_id": 0,
+             "no_rope_layer_interval": 3, "initializer_range": 0.1,
+             "layer_types": ["full_attention"] + 3 * ["sliding_attention", "full_attention"],
+             **MIXED},
     "deep_untied": {"num_hidden_layers": 5, "num_key_value_heads": 4, "tie_word_embeddings": False},
 }  # fmt: skip
 

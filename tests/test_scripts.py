@@ -1,4 +1,4 @@
-"""The four scripts as a user runs them: exact for LLaMA as it comes, in every mode, to the byte."""
+"""The four scripts as a user runs them: exact for models as they come, in every mode, to the byte."""
 
 import functools
 import itertools
@@ -11,12 +11,12 @@ import pytest
 import torch
 from conftest import CHUNK
 from forks import MODELS, ROOT, SMALL, STRATEGIES
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(ROOT))
 import pp  # noqa: E402
 
-SHARDED, SCHEDULES = STRATEGIES[:3], ["afab", "1f1b", "interleaved", "zb"]
+TP, SHARDED, SCHEDULES = STRATEGIES[:2], STRATEGIES[:3], ["afab", "1f1b", "interleaved", "zb"]
 # All that correctness is asked for: every model, attention, loss and recomputation, in float64
 MODEL = [
     (2, "shared_kv --attn eager --loss full"),
@@ -26,6 +26,8 @@ MODEL = [
     (2, "head_dim --recompute none"),
     (3, "shared_kv --length 7"),
     (3, "own_kv --loss full"),
+    (3, "olmo2 --attn eager"),
+    (2, "olmo2_shared_kv --recompute none"),
     (1, "one_layer --length 3 --batch 1"),
     (3, "four_heads --length 9"),  # query heads of one KV head that the ranks do not divide
 ]
@@ -39,6 +41,7 @@ PIPELINE = [
     (1, "one_layer --length 2 --batch 1"),
     *((ranks, f"deep --schedule {s} --microbatches 5") for s in SCHEDULES for ranks in (1, 2, 3)),
     *((2, f"deep_untied --schedule {s} --microbatches 1") for s in SCHEDULES),
+    (2, f"olmo2 --schedule zb {SEQUENCES}"),
 ]
 EXACT = [(ranks, f"{s} --length 37 --model {m}") for s in SHARDED for ranks, m in MODEL]
 EXACT += [(ranks, f"pp.py --length 37 --model {m}") for ranks, m in PIPELINE]
@@ -64,9 +67,10 @@ def proves(correctness, model):
     """In each step the gradient of each of the model's parameters was compared, and all else."""
     sizes = MODELS.get(model) and SMALL | MODELS[model]
     if model == "tiny":
-        sizes = {"num_hidden_layers": 8, "tie_word_embeddings": True}
+        sizes = SMALL | {"num_hidden_layers": 8, "tie_word_embeddings": True}
     with torch.device("meta"):
-        names = [name for name, _ in LlamaForCausalLM(LlamaConfig(**sizes)).named_parameters()]
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes))
+    names = [name for name, _ in model.named_parameters()]
     found = Counter((row["step"], row["kind"], row["name"]) for row in correctness["tensors"])
     wanted = [("grad", name) for name in names]
     wanted += [(kind, kind) for kind in ("logits", "loss", "grad_norm")]
@@ -149,6 +153,8 @@ def as_expected(benchmark, some=True):
 
 TRAFFIC = [(3, f"{s} --model shared_kv") for s in SHARDED]
 TRAFFIC += [(2, f"{s} --model bias --recompute none") for s in SHARDED]
+TRAFFIC += [(2, f"{s} --model own_kv") for s in SHARDED]
+TRAFFIC += [(3, f"{s} --model olmo2{more}") for s in TP for more in ("", " --recompute none")]
 TRAFFIC += [(2, "tp.py --dtensor --model even")]
 MORE_TRAFFIC = [(5 - p, command) for p, command in TRAFFIC[:-1]]
 
