@@ -278,7 +278,7 @@ class ParallelRMSNorm(nn.Module):
     def forward(self, x):  # (b, s, features/P)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         squares = wide.square().sum(-1, keepdim=True)  # (b, s, 1)
-        # g after g-bar is an all-reduce: all ranks' heads use the sum, so its gradient is summed, too
+        # g after g-bar: all ranks' heads use the sum, so the backward sums its gradient, too
         squares = reduce_scatter_to_sp_region(squares, self.group)
         squares = gather_from_sp_region(squares, self.group)
         normalized = wide * torch.rsqrt(squares / self.features + self.eps)

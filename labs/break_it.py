@@ -1,4 +1,4 @@
-"""What people really get wrong in parallel training code: 32 bugs, each to be seen caught.
+"""What people really get wrong in parallel training code: 34 bugs, each to be seen caught.
 
     python labs/break_it.py --list                    # the bugs of each script
     torchrun --nproc_per_node=2 labs/break_it.py sp_megatron.py unsummed_norm_gradient
@@ -21,10 +21,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch.nn.functional as F
+import transformers
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 BUGS = {"tp": {}, "sp_megatron": {}, "sp_ulysses": {}, "pp": {}}  # {script: {name: bug}}
+QWEN3 = "unsummed_qk_norm_gradient", "local_layer_types"  # of what no LLaMA has
 
 
 def bug_of(*scripts):
@@ -125,20 +127,31 @@ def local_softmax(script):
         return right(ctx, logits, target, start, SimpleNamespace(size=lambda: 1))
 
 
+def leave_unsummed(script, *words):
+    """Parameters with one of the words in their name keep the gradient that their rank has."""
+
+    @instead_of(script)
+    def parallelize(right, model, group, args):
+        right(model, group, args)
+        for name, parameter in model.named_parameters():
+            if any(word in name for word in words):
+                parameter.sum_over = None
+        return model
+
+
+@bug_of("tp")
+def unsummed_qk_norm_gradient(script):
+    """Each rank keeps the gradient that its own heads give Qwen3's q_norm and k_norm."""
+    leave_unsummed(script, "q_norm", "k_norm")
+
+
 # ---- sp_megatron.py, sp_ulysses.py: each rank has tokens of its own ------------------------------
 
 
 @bug_of("sp_megatron")
 def unsummed_norm_gradient(script):
     """Each rank keeps the gradient that its own tokens give a norm: the replicas drift apart."""
-
-    @instead_of(script)
-    def parallelize(right, model, group, args):
-        right(model, group, args)
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.sum_over = None
-        return model
+    leave_unsummed(script, "norm")
 
 
 @bug_of("sp_ulysses")
@@ -151,8 +164,9 @@ def missing_gradient_sum(script):
 def local_position_ids(script):
     """Each rank counts the positions of its own tokens from 0: their rotary embedding is wrong."""
 
-    def from_zero(module, args, kwargs):  # args: hidden states (b, s/P, h)
-        return args, {"position_ids": kwargs["position_ids"] % args[0].shape[1]}
+    def from_zero(module, args, kwargs):  # hidden: (b, s/P, h)
+        hidden, positions = *args, *kwargs.values()
+        return (hidden, positions % hidden.shape[1]), {}
 
     @instead_of(script)
     def parallelize(right, model, group, args):
@@ -260,6 +274,16 @@ def swapped_labels(script):
         return right(self, ids, labels.roll(1, 0), loss_fn, backward)
 
 
+@bug_of("pp")
+def local_layer_types(script):
+    """Each stage gives its layers the types, full or sliding, of the model's first layers."""
+
+    @instead_of(script.Stage)
+    def __init__(right, self, model, stage, stages):
+        right(self, model, stage, stages)
+        self.decoder.config = model.config
+
+
 # ---- Everywhere ----------------------------------------------------------------------------------
 
 
@@ -321,6 +345,8 @@ def pointless(name, script, args, world):
         if len({int(targets[slice(*script.split(args.batch, m, M))].sum()) for m in range(M)}) == 1:
             enough = f"--batch {max(3, args.batch)} --microbatches {max(3, args.batch)}"
             return f"is none where all {M} microbatches have as many targets; {enough} would do"
+    if name in QWEN3 and args.config.model_type != "qwen3":
+        return f"is none in a {args.config.model_type}; --model tiny would be made a Qwen3"
     if name == "swapped_labels" and args.batch == 1:
         return "needs 2 sequences: --batch 2 would do"
     if name == "untied_gradient" and not args.config.tie_word_embeddings:
@@ -342,6 +368,11 @@ def plant(name, script):
 
     @instead_of(script)
     def finalize_args(right, args, world):
+        if name in QWEN3 and args.model == "tiny":
+            print("the model is a Qwen3 of tiny's size; half of its layers have a window")
+            sizes = {key: getattr(args.config, key) for key in (*script.SIZES, "initializer_range")}
+            windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 4}
+            args.config = transformers.AutoConfig.for_model("qwen3", head_dim=8, **sizes, **windows)
         right(args, world)
         reason = pointless(name, script, args, world)
         if reason:

@@ -15,6 +15,7 @@ CULPRIT = {  # what each bug breaks first: shards, logits, loss, then gradients,
         "wrong_shard": "model.layers.0.self_attn.o_proj.weight",
         "unmasked_embedding": "logits",
         "local_softmax": "loss",
+        "unsummed_qk_norm_gradient": "model.layers.7.self_attn.k_norm.weight",
         "loss_by_local_count": "loss",
         "no_op_parallelize": "model.embed_tokens.weight",
     },
@@ -46,13 +47,15 @@ CULPRIT = {  # what each bug breaks first: shards, logits, loss, then gradients,
         "dropped_boundary_gradient": "model.layers.0.post_attention_layernorm.weight",
         "wrong_layers": "model.layers.0.self_attn.q_proj.weight",
         "swapped_labels": "loss",
+        "local_layer_types": "logits",
         "no_op_parallelize": "model.embed_tokens.weight",
     },
 }
 EVERY = [(script, bug) for script, bugs in CULPRIT.items() for bug in bugs]
+QWEN3 = {"unsummed_qk_norm_gradient", "local_layer_types"}  # bugs of what no LLaMA has
 TP, PP = list(CULPRIT["tp.py"]), list(CULPRIT["pp.py"])
 CAUGHT_TOO = [
-    *(["tp.py", bug, "--dtensor"] for bug in TP[6:]),
+    *(["tp.py", bug, "--dtensor"] for bug in TP[7:]),
     ["pp.py", "mean_of_means", "--batch", "6", "--microbatches", "6"],
     ["pp.py", "swapped_labels", "--batch", "2", "--microbatches", "1"],
     *([script, bug, "--length", "2"] for script, bug in EVERY if bug == "loss_by_local_count"),
@@ -61,7 +64,8 @@ CAUGHT_TOO = [
 ]
 SAME = ["mean_of_means", "--batch", "6", "--microbatches", "2"]
 NONE = [  # and what is said of it
-    *((["tp.py", bug, "--dtensor"], "is a bug of our own code") for bug in TP[:6]),
+    *((["tp.py", bug, "--dtensor"], "is a bug of our own code") for bug in TP[:7]),
+    (["pp.py", "local_layer_types", "--model", "even"], "is none in a llama; --model tiny would"),
     *((["pp.py", bug, "--microbatches", "1"], "needs 2 micro") for bug in PP[:3]),
     (["pp.py", *SAME], "is none where all 2 microbatches have as many targets; --batch 6 --micro"),
     (["pp.py", "swapped_labels", "--batch", "1"], "needs 2 sequences"),
@@ -70,7 +74,7 @@ NONE = [  # and what is said of it
 
 
 def broken(ranks, script, bug, *options, world=2):
-    small = ["--model", "even", "--length", "64"]
+    small = ["--model", "tiny" if bug in QWEN3 else "even", "--length", "64"]
     return ranks(world, ["labs/break_it.py", script, bug, *small, *options])
 
 

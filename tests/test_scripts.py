@@ -1,4 +1,4 @@
-"""The four scripts as a user runs them: exact for models as they come, in every mode, to the byte."""
+"""The four scripts as a user runs them: exact for models as they come, all modes, to the byte."""
 
 import functools
 import itertools
