@@ -600,7 +600,7 @@ def make_case(name, world, rank, length, options):
     case["plain"] = name == "plain"
     for own in ("optimizer", "recompute", "tile", "head_chunks"):
         case[own] = getattr(options, own)
-    if not options.tile and name != "plain" and options.recompute in ("block", "offload"):
+    if not options.tile and name != "plain" and options.recompute in ("full", "offload"):
         case["tile"] = TILE
     case |= {"sha256": hashlib.sha256(contents).hexdigest()}
     case |= {"versions": [torch.__version__, transformers.__version__]}
@@ -802,9 +802,9 @@ def parse(argv):
     add("--dtype", choices=["float32", "bfloat16", "float64"], default="bfloat16")
     add("--attn", choices=["sdpa", "eager", "flash"], default="sdpa", help="PyTorch's sdpa")
     add("--loss", choices=["chunked", "full"], default="chunked", help="full: all logits at once")
-    again = "block: keep layers' inputs; selective: and slow results; offload: inputs, on the host"
-    kinds = ["block", "selective", "offload", "none"]
-    add("--recompute", choices=kinds, default="block", help=again)
+    again = "full: keep layers' inputs; selective: and slow results; offload: inputs, on the host"
+    kinds = ["full", "selective", "offload", "none"]
+    add("--recompute", choices=kinds, default="full", help=again)
     add("--tile", type=positive, help=f"a rank's tokens in a tile ({TILE} where layers recompute)")
     add("--head-chunks", type=positive, default=1, metavar="N", help="of attention's heads (1)")
     add("--optimizer", choices=["none", "adamw", "adamw-host"], default="none", help="its step too")

@@ -248,7 +248,7 @@ def tile_norm(decoder, tokens):
 def apply_means(model, recompute, tile=None, hooks=save_on_cpu):
     """Recomputation and tiles for a model that a script has made parallel, in place.
 
-    recompute: "block", "selective", "offload" or "none". tile: tokens of a rank in a tile; None: no
+    recompute: "full", "selective", "offload" or "none". tile: tokens of a rank in a tile; None: no
     tiles. hooks: as in offloaded().
     """
     layers = [layer for layer in model.model.layers if not isinstance(layer, nn.Identity)]
@@ -266,7 +266,7 @@ def predict_peak(config, tokens, itemsize, recompute, tile=None, chunk=None):
     """Bytes alive at the peak of a step of LLaMA on one device: {what: bytes}, to be added up.
 
     config: HF's LlamaConfig, with as many KV heads as heads. tokens: of all sequences. recompute:
-    "block" or "none"; tile: tokens of a tile, None without tiles; chunk: tokens whose logits exist
+    "full" or "none"; tile: tokens of a tile, None without tiles; chunk: tokens whose logits exist
     at the same time, None: of all. The keys of the result:
 
       weights    all parameters; tied embeddings count once
@@ -287,12 +287,12 @@ def predict_peak(config, tokens, itemsize, recompute, tile=None, chunk=None):
     layer = 4 * h * h + 3 * h * i + 2 * h
     weights = L * layer + h + v * h * (1 if config.tie_word_embeddings else 2)
     saved = 9 * h + 4 * i if tile is None else 6 * h
-    kept = L * tokens * (h if recompute == "block" else h + saved)
+    kept = L * tokens * (h if recompute == "full" else h + saved)
     if tile is None:
         working = tokens * (3 * i + h)
     else:
         working = max(tokens * 5 * h, tokens * 2 * h + min(tile, tokens) * 7 * i)
-    if recompute == "block":
+    if recompute == "full":
         working += tokens * saved
     logits = 3 * v * (tokens if chunk is None else min(chunk, tokens))
     peak = max(logits, working)

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 import oom_search  # noqa: E402
 
 EXACT, TILE = 1e-10, 24  # a tile: 8 tokens of each of 3 sequences
-RECOMPUTE, LOSS = ["block", "selective", "offload", "none"], ["full", "chunked"]
+RECOMPUTE, LOSS = ["full", "selective", "offload", "none"], ["full", "chunked"]
 SCRIPTS = {  # their own options
     "tp.py": [],
     "sp_megatron.py": [],
@@ -229,13 +229,13 @@ def test_each_means_takes_less(ranks, tmp_path):
         assert codes == [0], output
         return json.loads(Path(file).read_text())
 
-    chunks = [("block", 128, 4)]
+    chunks = [("full", 128, 4)]
     ours = found(None, [*itertools.product(RECOMPUTE, (None, 128)), *chunks])
-    assert ours["block 128 4"] < ours["block 128"]
+    assert ours["full 128 4"] < ours["full 128"]
     # By keyword an input is kept by checkpoint() itself, for every layer
     by_name = {"checkpoint(chunk, hidden": "checkpoint(chunk, hidden_states=hidden"}
-    assert ours["block 128 4"] < found(by_name, chunks)["block 128 4"]
-    assert ours["block None"] < ours["selective None"] < ours["none None"]
+    assert ours["full 128 4"] < found(by_name, chunks)["full 128 4"]
+    assert ours["full None"] < ours["selective None"] < ours["none None"]
     for recompute in RECOMPUTE:
         assert ours[f"{recompute} 128"] < ours[f"{recompute} None"], ours
     # A policy that keeps what runs in tiles keeps what nobody asks for

@@ -410,7 +410,7 @@ def measure_and_predict(model, file):
     common = ["--model", model, "--dtype", "float32", "--attn", "eager", "--batch", "2"]
     common += ["--mode", "benchmark", "--backend", "fake"]
     case = {"how": "predicted", "capability": 8.0, "plain": False, "optimizer": "none"}
-    case |= {"recompute": "block", "tile": None, "head_chunks": 1}
+    case |= {"recompute": "full", "tile": None, "head_chunks": 1}
     pairs, steps = [], []
 
     def leave(name):  # what a prediction changes in a script is not for a run

@@ -17,8 +17,8 @@ POINTS = 300  # of a timeline
 STACK = [
     ("nothing", "none", None, None),
     ("loss in chunks", "none", None, CHUNK),
-    ("layers recomputed", "block", None, CHUNK),
-    ("tiles", "block", TILE, CHUNK),
+    ("layers recomputed", "full", None, CHUNK),
+    ("tiles", "full", TILE, CHUNK),
     ("inputs on the host", "offload", TILE, CHUNK),
     ("selective, no tiles", "selective", None, CHUNK),
 ]
@@ -89,7 +89,7 @@ def step(lab, args, recompute, tile, chunk, layers=LAYERS):
         loss.backward()
     row = {"peak": alive.peak, "host": host.bytes, "flops": products.flops}
     row |= {"alive": alive.points(), "forward": forward / len(alive.bytes)}
-    if recompute in ("none", "block"):
+    if recompute in ("none", "full"):
         row["predicted"] = lab.predict_peak(config, args.tokens, 4, recompute, tile, chunk)
     return row, {name: p.grad for name, p in named.items()}
 

@@ -11,13 +11,13 @@ const STRATEGY_NAMES = {
 const RECOMPUTE_NAMES = {
   none: "nothing: all is kept",
   selective: "selective",
-  block: "whole layers",
+  full: "whole layers",
   offload: "whole layers, inputs on the host",
 };
 const KEPT = {
   none: "All activations are kept.",
   selective: "Selective recomputation keeps what is slow to compute: attention, q, k, v, gate and up.",
-  block: "Of each layer only the input is kept; the backward computes the layer again.",
+  full: "Of each layer only the input is kept; the backward computes the layer again.",
   offload: "Of each layer only the input is kept, in the host's memory; the backward computes the layer again.",
 };
 const LOSS_NAMES = { chunked: "chunked logits", full: "full logits" };
@@ -48,11 +48,11 @@ function settingOf(state) {
   const waysWith = (loss) => Object.keys(RECOMPUTE_NAMES).filter((way) => `${key} ${way} ${loss}` in DATA.memory.curves);
   const loss = strategy === "plain" ? "full" : waysWith(state.loss).length ? state.loss : "chunked";
   const ways = waysWith(loss);
-  const recompute = ways.includes(state.recompute) ? state.recompute : "block";
+  const recompute = ways.includes(state.recompute) ? state.recompute : "full";
   return { ...state, P, loss, shard, recompute, ways, key, runs: key in DATA.memory.steps };
 }
 
-const ranksOf = (model) => [1, 2, 4, 8, 16, 32].filter((P) => `${model} tp ${P} block chunked` in DATA.memory.curves);
+const ranksOf = (model) => [1, 2, 4, 8, 16, 32].filter((P) => `${model} tp ${P} full chunked` in DATA.memory.curves);
 
 // MiB that the allocator has: of a card it has less where there are peers
 function roomOf({ gpu, strategy, P }) {
@@ -241,7 +241,7 @@ view({
   course: ["lab 10"],
   bare: "strategy",
   state: {
-    strategy: "sp_megatron", model: "llama-3.1-8b", gpu: "h100", P: 4, length: 131072, recompute: "block",
+    strategy: "sp_megatron", model: "llama-3.1-8b", gpu: "h100", P: 4, length: 131072, recompute: "full",
     loss: "chunked", optimizer: "adamw", shard: "no",
   },
   values: {

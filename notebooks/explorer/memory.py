@@ -25,7 +25,7 @@ STRATEGIES = {
     "ulysses_sharded", "pp": "pp",
 }  # fmt: skip
 # Recomputation, loss
-WAYS = [("block", "chunked"), ("none", "chunked"), ("block", "full"), ("selective", "chunked")]
+WAYS = [("full", "chunked"), ("none", "chunked"), ("full", "full"), ("selective", "chunked")]
 WAYS += [("offload", "chunked")]
 LAB = LABS / "lab11_time.py"
 JOURNAL = LABS.parent / ".oom_search.jsonl"  # oom_search.py's own: what was predicted before
@@ -36,7 +36,7 @@ MOST = 142 * 1024  # MiB, no GPU has more
 
 def settings():
     """Whose memory is predicted: model, strategy, ranks, recomputation, loss."""
-    yield from ((model, "plain", 1, way, "full") for model in MODELS for way in ("block", "none"))
+    yield from ((model, "plain", 1, way, "full") for model in MODELS for way in ("full", "none"))
     for way, world, strategy, model in product(WAYS, (4, 8, 2), STRATEGIES, MODELS):
         yield model, strategy, world, *way
 
@@ -48,7 +48,7 @@ def more():
     """
     for name in [*MODELS, *LARGE]:
         yield name, "tp", 1, *WAYS[0]
-    yield from ((name, "plain", 1, way, "full") for name in LARGE for way in ("block", "none"))
+    yield from ((name, "plain", 1, way, "full") for name in LARGE for way in ("full", "none"))
     lab11 = load(LAB).MODELS
     for name in sorted(lab11.keys() & (MODELS | LARGE).keys()):
         for world, strategy in product(
@@ -78,7 +78,7 @@ def memory():
         ask = partial(predict, known, model, strategy, world)
         key = f"{model} {strategy} {world}"
         if key not in steps:
-            steps[key] = [ask(rank, "block", "chunked", "adamw", 64) for rank in ranks]
+            steps[key] = [ask(rank, "full", "chunked", "adamw", 64) for rank in ranks]
         own = [partial(ask, rank, recompute, loss, "none") for rank in ranks]
         if exact or max(map(sum, steps[key])) < MOST:
             curves[f"{key} {recompute} {loss}"] = [(curve if exact else few)(ask) for ask in own]

@@ -54,7 +54,7 @@ def further(memory, model, P, microbatches, length):
     return 2 * hidden * length * inputs / 2**20 if flight > 1 else 0
 
 
-def longest(memory, key, way="block chunked", optimizer="adamw", gpu="h100"):
+def longest(memory, key, way="full chunked", optimizer="adamw", gpu="h100"):
     """The longest sequence that fits, a multiple of 512; 0: not even 2,048 tokens."""
     _, strategy, *_, P = key.split(" ")
     limit, low, high = room(memory, gpu, strategy, int(P)), 3, 2**16
@@ -120,12 +120,12 @@ def of_layouts(layouts):
 
 
 def of_memory(memory):
-    model, way = "llama-3.1-8b", "block chunked"
+    model, way = "llama-3.1-8b", "full chunked"
     strategies = "tp", "sp_megatron", "sp_ulysses --shard-weights", "pp"
     four = {name: longest(memory, f"{model} {name} 4") for name in strategies}
     assert min(four.values()) > 0
     yield "m1", {"marks": four}
-    one = peak(memory, f"{model} plain 1", "block full", "adamw", 2048)[0] / 1024
+    one = peak(memory, f"{model} plain 1", "full full", "adamw", 2048)[0] / 1024
     limit = room(memory, "h100", "plain", 1) / 1024
     assert one > 1.2 * limit
     yield "m2", {"right": "none", "one": one, "limit": limit}
@@ -133,7 +133,7 @@ def of_memory(memory):
         total, parts = peak(memory, f"{model} sp_megatron 4", own, "adamw", 131072)
         sizes = {name: part / 1024 for name, part in zip(memory["parts"], parts)}
         yield id, {"right": max(sizes, key=sizes.get), "parts": sizes, "total": total / 1024}
-    ways = "block full", "block chunked"
+    ways = "full full", "full chunked"
     full, chunked = (longest(memory, f"{model} tp 4", own, "none") for own in ways)
     near = min(("1.1", "1.5", "3"), key=lambda x: abs(float(x) - chunked / full))
     yield "m5", {"right": near, "ratio": chunked / full, "full": full, "chunked": chunked}
@@ -187,7 +187,7 @@ def of_time(time, memory, texts):
         for strategy, oom in time["memory"].items():
             name = " ".join(oom[:2]) if "--shard-weights" in oom else oom[0]
             if parts := parts_of(time, model, strategy, P, length, 16):
-                needs = peak(memory, f"{model} {name} {P}", "block chunked", "adamw", length)[0]
+                needs = peak(memory, f"{model} {name} {P}", "full chunked", "adamw", length)[0]
                 needs += further(memory, model, P, 16, length) if name == "pp" else 0
                 seconds[strategy], gib[strategy] = sum(parts.values()), needs / 1024
                 fit |= {strategy} if needs <= room(memory, "h100", name, P) else set()

@@ -23,7 +23,7 @@ const seconds = (s) => (s < 1 ? `${Number((1000 * s).toPrecision(3))} ms` : `${N
 // The setting of the view Memory that a strategy is here: AdamW, whole layers recomputed
 function memoryOf({ model, gpu, P, count }, strategy) {
   const [name, shard] = DATA.time.memory[strategy];
-  const usual = { recompute: "block", loss: "chunked", optimizer: "adamw", microbatches: count };
+  const usual = { recompute: "full", loss: "chunked", optimizer: "adamw", microbatches: count };
   return settingOf({ model, gpu, P, strategy: name, shard: shard === "--shard-weights" ? "yes" : "no", ...usual });
 }
 
