@@ -43,6 +43,7 @@ time with afab and 1f1b, (P-1)/(V M+P-1) interleaved, and (P-1)/(3 M+P-1) with z
 # ---- 1. Imports, constants, models ---------------------------------------------------------------
 
 import argparse
+import contextlib
 import copy
 import datetime
 import faulthandler
@@ -78,13 +79,13 @@ from torch.utils.checkpoint import checkpoint
 
 STRATEGY = "pp"
 IGNORE = -100  # the label of a token that is no target: PyTorch's and Hugging Face's convention
-LOSS_CHUNK = 2048  # --loss chunked: a rank holds as many logits as these tokens have, at a time
+LOSS_CHUNK = 2048  # --loss chunked: a rank holds no more logits than so many tokens have
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2")  # model_type
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 SIZES += ("num_key_value_heads", "vocab_size", "tie_word_embeddings")
 # Copied from tp.py
-PRESETS = {  # of models with random weights
+PRESETS = {  # with random weights: the model_type, then SIZES
     "tiny": ("llama", 64, 192, 8, 8, 4, 256, True),
     "smollm2-135m": ("llama", 576, 1536, 30, 9, 3, 49152, True),
     "llama-3.2-1b": ("llama", 2048, 8192, 16, 32, 8, 128256, True),
@@ -305,16 +306,16 @@ def open_channels(group, stages, args):
 # Copied from tp.py
 def mark(tensor, shard=None, replicas=1, sum_over=None):
     """Note on a tensor which shard (dim, start, end) of the full one it is (None: all of it), how
-    many ranks hold the same, and over which group its gradient has to be summed (None: it has not).
-    The step below reads sum_over, the proof (section 5) the others."""
+    many ranks hold the same, and the group over which to sum its gradient (None: no sum).
+    train_step() reads sum_over, the proof of section 5 the others."""
     tensor.shard, tensor.replicas, tensor.sum_over = shard, replicas, sum_over
     return tensor
 
 
 # Copied from tp.py
 def recompute_layers(model):
-    """Keep the input of each layer only; before its backward run its forward again, with its hooks
-    and collectives, up to the last tensor that the backward needs (arXiv 1604.06174)."""
+    """Keep each layer's input only. The layer's backward first runs its forward again, hooks and
+    collectives included, up to the last tensor that it needs (arXiv 1604.06174)."""
     enable = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.23
     enable = enable or model.gradient_checkpointing_enable  # its name before
     enable({"use_reentrant": False})
@@ -509,14 +510,13 @@ def parallelize(model, group, args):
 
 # Copied from sp_ulysses.py
 def sum_of_losses(model, hidden, targets):
-    """Sum of -log softmax(logits)[target] of c tokens a sequence, hidden (b, c, h); 0 if IGNORE.
-
-    By hand, since F.cross_entropy sums a large vocabulary too coarsely in float32 on a CPU.
-    """
+    """Sum of -log softmax(logits)[target] of hidden (b, c, h), c tokens of each sequence. A token
+    whose target is IGNORE adds none. By hand: in float32 F.cross_entropy sums a large vocabulary
+    too coarsely on a CPU."""
     logits = model.lm_head(hidden)  # (b, c, v)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits = logits - logits.detach().max(-1, keepdim=True).values  # at most 0: exp stays finite
-    target_logit = logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0]  # IGNORE < 0
+    target_logit = logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0]  # IGNORE is negative
     loss = logits.exp().sum(-1).log() - target_logit  # (b, c)
     return loss.masked_fill(targets == IGNORE, 0).sum()
 
@@ -551,7 +551,7 @@ def train_step(model, ids, labels, group, args, backward=True):
 
 # Copied from tp.py
 def sum_gradients(model):
-    """Sum the gradients of which each rank has a part over the ranks that have the others."""
+    """Sum each gradient of which ranks have a part only over these ranks, as marked."""
     for parameter in model.parameters():
         if parameter.sum_over is not None:  # in place: no second gradient
             dist.all_reduce(parameter.grad, group=parameter.sum_over)
@@ -562,7 +562,7 @@ def sum_gradients(model):
 
 # Copied from tp.py
 def full_tensor(tensor):
-    """All of a DTensor (of --dtensor, or sp_ulysses.py --shard-weights); any other as it is."""
+    """A DTensor (tp.py --dtensor, sp_ulysses.py --shard-weights) gathered; any other as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -572,7 +572,7 @@ def grad_norm(model, group):
     total = torch.zeros((), dtype=torch.float64)
     for p in model.parameters():
         total += full_tensor(p.grad).double().square().sum().cpu() / p.replicas
-    dist.all_reduce(total, group=group)  # of a number on the CPU, by gloo beside NCCL
+    dist.all_reduce(total, group=group)  # on the CPU: by gloo, which start() puts beside NCCL
     return total.sqrt()
 
 
@@ -707,7 +707,7 @@ def finalize_args(args, world):
 # Largest relative errors. float64 is the proof; the others' rounding hides small mistakes
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bfloat16": 2e-1}
 LEARNING_LIMIT = {"float64": 1e-9, "float32": 1e-2, "bfloat16": 2e-1}
-IS_RANK0 = "LOCAL_RANK" not in os.environ or os.environ.get("RANK") == "0"  # torchrun sets both
+IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ
 
 
 def print_table(rows):
@@ -722,7 +722,7 @@ def print_table(rows):
 
 
 def gather_objects(value, group):
-    """Every rank's value, in a list; it is a barrier, too. A fake rank has only its own."""
+    """Every rank's value, in a list; it is a barrier, too. A fake peer has none."""
     if dist.get_backend(group) == "fake":
         return [value]
     values = [None] * group.size()
@@ -731,12 +731,14 @@ def gather_objects(value, group):
 
 
 def upcasts_in_float64(args):
-    """A context, for the proof only: HF computes norms, softmax and rotary embedding in
-    torch.float32, in a float64 model, too. Within it HF's code finds float64 under that name."""
+    """A context for --dtype float64. HF computes norms, softmax and rotary embedding in
+    torch.float32 whatever the model's dtype; in the context its code finds float64 there."""
+    if args.dtype != "float64":
+        return contextlib.nullcontext()
     family = args.config.model_type
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    wide = {"float32": torch.float64} if args.dtype == "float64" else {}
-    return mock.patch.object(modeling, "torch", SimpleNamespace(**vars(torch) | wide))
+    names = vars(torch) | {"float32": torch.float64}
+    return mock.patch.object(modeling, "torch", SimpleNamespace(**names))
 
 
 def load_model(args):
@@ -777,11 +779,11 @@ def proof_batch(args, group, step=1):
     ids = torch.randint(vocabulary, (args.batch, length), generator=generator)
     first_rows = [split(vocabulary, rank, group.size())[0] for rank in range(group.size())]
     special = [args.config.pad_token_id or 0, *first_rows, *(row - 1 for row in first_rows)]
-    special = torch.tensor(special) % vocabulary
+    special = torch.tensor(special) % vocabulary  # the row before the first is the last
     ids[0, 1 : 1 + len(special)] = special[: length - 1]
     labels = ids.clone()
-    labels[0::3, length // 2 : length * 3 // 4] = IGNORE
-    labels[2::3, length // 2 + 1 :] = IGNORE
+    labels[0::3, length // 2 : length * 3 // 4] = IGNORE  # a quarter of sequences 0, 3, ...
+    labels[2::3, length // 2 + 1 :] = IGNORE  # almost half of sequences 2, 5, ...
     return ids.to(args.device), labels.to(args.device)
 
 
@@ -800,33 +802,32 @@ def sgd(model, lr):
 
 
 def take_steps(model, args, group, parallel):
-    """{(step, kind, name): tensor} of three SGD steps, by this script (parallel) or HF's model.
-
-    Tensors are marked as mark() does it; each rank has a replica of HF's. Step 3 has logits of
-    hundreds, whose exp() is infinite (not in float32 and bfloat16: there rounding decides).
+    """{(step, kind, name): tensor} of three SGD steps, by this script (parallel) or HF's model,
+    each tensor marked as the parameter is; what is not marked, every rank has in full. Step 3 has
+    logits of up to thousands, whose exp() overflows; in float64 alone: else rounding decides.
     """
     found = {}
+    step_function = train_step if parallel else reference_step
 
-    def keep(step, kind, name, tensor, shard=None, replicas=group.size()):  # noqa: B008
+    def keep(step, kind, name, tensor, marked=None):
+        shard, replicas = getattr(marked, "shard", None), getattr(marked, "replicas", group.size())
         tensor = torch.atleast_1d(full_tensor(tensor.detach()).clone())
         found[step, kind, name] = mark(tensor, shard, replicas)
 
-    for parameter in () if parallel else model.parameters():
-        mark(parameter, replicas=group.size())
+    for name, p in model.named_parameters():  # as they were cut
+        keep(1, "weight", name, p, p)
     for step in (1, 2, 3) if args.dtype == "float64" else (1, 2):
         if step == 3:
             model.model.norm.register_forward_hook(lambda module, x, out: 512 * out)
-        for name, p in model.named_parameters() if step == 1 else ():  # as they were cut
-            keep(step, "weight", name, p, p.shard, p.replicas)
         ids, labels = proof_batch(args, group, step)
         with torch.no_grad():
-            logits = local_logits(model, ids, group, args) if parallel else mark(model(ids).logits)
+            logits = local_logits(model, ids, group, args) if parallel else model(ids).logits
         if logits is not None:  # of a pipeline only the last stage has them
-            keep(step, "logits", "logits", logits, logits.shard, logits.replicas)
-        loss = (train_step if parallel else reference_step)(model, ids, labels, group, args)
+            keep(step, "logits", "logits", logits, logits)
+        loss = step_function(model, ids, labels, group, args)
         keep(step, "loss", "loss", loss)
         for name, p in reversed(list(model.named_parameters())):  # as the backward reaches them
-            keep(step, "grad", name, p.grad, p.shard, p.replicas)
+            keep(step, "grad", name, p.grad, p)
         grads = [p.grad.double() for p in model.parameters()]
         norm = grad_norm(model, group) if parallel else nn.utils.get_total_norm(grads)
         keep(step, "grad_norm", "grad_norm", norm)
@@ -837,31 +838,36 @@ def take_steps(model, args, group, parallel):
 def compare(found, expected, args, group):
     """Rows of --json: the error of each tensor over all ranks, and its coverage.
 
-    An error is relative to the norm of the tensor, or a thousandth of that of all of its kind: some
-    gradients are zero but for rounding. In float32 and bfloat16: to that of all of its kind.
-    Coverage: how often a tensor exists, replicas counted once. Not 1: lost in part, or not sharded.
+    An error is relative to the tensor's norm, or to a thousandth of the norm of all tensors of its
+    kind if that is larger: some gradients are zero but for rounding. In float32 and bfloat16: to
+    the norm of all of its kind. Coverage: how often a tensor exists, replicas counted once; below
+    1 a part is lost, above 1 it is not sharded.
     """
-    own = torch.zeros(len(expected), 2, dtype=torch.float64)  # square of the error; coverage
-    squares = Counter()  # of the norm of each tensor, and of all of a kind
-    for row, (key, full) in zip(own, expected.items()):
-        squares[key] = full.double().square().sum().item()
-        squares[key[:2]] += squares[key]
-        if key in found:  # it may be another rank's alone: a layer, a bias
-            tensor = found[key]
+    errors = torch.zeros(len(expected), dtype=torch.float64)  # squared, on this rank
+    coverage = torch.zeros(len(expected), dtype=torch.float64)
+    squares = Counter()  # of norms, by (step, kind, name) and by (step, kind)
+    for i, ((step, kind, name), full) in enumerate(expected.items()):
+        squares[step, kind, name] = square = full.double().square().sum().item()
+        squares[step, kind] += square
+        if (step, kind, name) in found:  # it may be another rank's alone: a layer, a bias
+            tensor = found[step, kind, name]
             dim, start, end = tensor.shard or (0, 0, len(full))
             part = full.narrow(dim, start, end - start)
             error = tensor - part if tensor.shape == part.shape else torch.tensor(math.inf)
-            row[0] = error.double().square().sum() / tensor.replicas
-            row[1] = part.numel() / full.numel() / tensor.replicas
+            errors[i] = error.double().square().sum() / tensor.replicas
+            coverage[i] = part.numel() / full.numel() / tensor.replicas
+    by_rank = torch.stack(gather_objects(errors, group))  # (P, tensors)
+    coverage = sum(gather_objects(coverage, group))
     rows = []
-    for key, ranks in zip(expected, torch.stack(gather_objects(own, group)).unbind(1)):
-        error, coverage = ranks.sum(0).tolist()
-        least = squares[key[:2]] * (1e-6 if args.dtype == "float64" else 1)
-        error = math.sqrt(error / (max(squares[key], least) or 1.0))
-        row = {"name": key[2], "kind": key[1], "step": key[0], "rank": ranks[:, 0].argmax().item()}
-        row |= {"coverage": coverage, "relative_error": error, "limit": LIMIT[args.dtype]}
-        close = error <= row["limit"]  # False for NaN
-        rows.append(row | {"passed": close and abs(coverage - 1) < 1e-9})
+    for i, (step, kind, name) in enumerate(expected):
+        least = squares[step, kind] * (1e-6 if args.dtype == "float64" else 1)
+        square = max(squares[step, kind, name], least) or 1.0
+        error = math.sqrt(by_rank[:, i].sum() / square)
+        row = {"name": name, "kind": kind, "step": step, "rank": by_rank[:, i].argmax().item()}
+        row |= {"coverage": coverage[i].item(), "relative_error": error}
+        close = error <= LIMIT[args.dtype]  # False for NaN
+        row |= {"limit": LIMIT[args.dtype], "passed": close and abs(row["coverage"] - 1) < 1e-9}
+        rows.append(row)
     return rows
 
 
@@ -872,16 +878,15 @@ def check_correctness(args, group):
     found = take_steps(model, args, group, parallel=True)
     rows = compare(found, expected, args, group)
     wrong = [row for row in rows if not row["passed"]]
-    nearest = sorted(rows, key=lambda row: row["relative_error"], reverse=True)
-    result = {"tolerance": LIMIT[args.dtype], "passed": not wrong, "worst": nearest[0]}
+    by_error = sorted(rows, key=lambda row: row["relative_error"], reverse=True)
+    result = {"tolerance": LIMIT[args.dtype], "passed": not wrong, "worst": by_error[0]}
     for name in ("loss", "grad_norm"):
         one_device, parallel = (x[1, name, name].item() for x in (expected, found))
         result |= {f"{name}_reference": one_device, name: parallel}
         print(f"  {name:10}  one device {one_device:.8g}, parallel {parallel:.8g}")
     print(f"\n  {'Wrong' if wrong else 'The largest errors'}, of {len(rows)} tensors in all steps")
     print("  (coverage: how often a tensor exists over all ranks, replicas counted once):")
-    columns = ("name", "kind", "step", "rank", "coverage", "relative_error", "limit")
-    print_table([{name: row[name] for name in columns} for row in (wrong or nearest)[:8]])
+    print_table((wrong or by_error)[:8])
     summary = f"logits, loss and all gradients are within {LIMIT[args.dtype]} of one device's"
     if wrong:
         summary = f"{len(wrong)} of {len(rows)} tensors are wrong, the first: {wrong[0]['name']}"
@@ -907,8 +912,9 @@ def check_learning(args, group):
     errors = [abs(loss / reference - 1) for loss, reference in zip(losses, references)]
     errors = sum(gather_objects(errors, group), [])
     fall = 1 - losses[-1] / losses[0]
-    passed = fall > 0 and all(error <= LEARNING_LIMIT[args.dtype] for error in errors)  # no NaN is
+    close = all(error <= LEARNING_LIMIT[args.dtype] for error in errors)  # False for NaN
     summary = f"losses within {max(errors):.1e} of one device's, and down by {fall:.0%}"
+    passed = close and fall > 0
     return summary, {"passed": passed, "loss": losses, "loss_reference": references}
 
 
@@ -924,7 +930,7 @@ class Meter(TorchDispatchMode):
         self.bytes = Counter()
         self.peak = 0
         self.alive = weakref.WeakValueDictionary()  # storages: several tensors may share one
-        self.see(gc.get_objects())
+        self.see(gc.get_objects())  # what exists already
 
     def see(self, values):
         """The tensors among values; not DTensors and FakeTensors, which have no data."""
@@ -945,21 +951,21 @@ class Meter(TorchDispatchMode):
         name = func._opname.replace("_", "")
         for op in self.OPS:
             if "c10d" in func.namespace and name.startswith(op.replace("_", "")):
-                message = inputs[-1:] if op == "all_to_all" else inputs + outputs
+                message = inputs[-1:] if op == "all_to_all" else inputs + outputs  # (out, in)
                 self.calls[op] += 1
                 self.bytes[op] += max(x.nbytes for x in message)
         return out
 
 
 def compare_traffic(forward, step, expected):
-    """Rows of --json: what this rank sent, beside the rows of expected_traffic(). From Meters of a
-    forward alone, and of a step: what the step has more is the backward's."""
+    """Rows of --json: what this rank sent, beside the rows of expected_traffic(). The backward's is
+    what the Meter of a step has more than that of a forward alone."""
     rows = []
     for phase, op in product(("forward", "backward"), Meter.OPS):
         calls, size = forward.calls[op], forward.bytes[op]
         if phase == "backward":
             calls, size = step.calls[op] - calls, step.bytes[op] - size
-        wanted = [entry[2:] for entry in expected if entry[:2] == (phase, op)]
+        wanted = [(calls, size) for *key, calls, size in expected if key == [phase, op]]
         row = {"phase": phase, "op": op, "count": calls, "bytes": size}
         row["expected_count"] = sum(calls for calls, _ in wanted)
         row["expected_bytes"] = sum(size for _, size in wanted)
@@ -1014,12 +1020,6 @@ def check_benchmark(args, group):
 # ---- 6. Command line: the same in all four scripts -----------------------------------------------
 
 MODES = {"correctness": check_correctness, "learning": check_learning, "benchmark": check_benchmark}
-WHY_NOT = {  # the family of a model that cannot be sharded here, by how its name begins
-    "granite": "it multiplies embeddings, residuals and logits",
-    "gemma": "it multiplies embeddings and has other norms",
-    "phi": "its q, k and v are one matrix",
-    "glm": "its gate and up are one matrix",
-}
 
 
 def find_model(name):
@@ -1035,18 +1035,18 @@ def find_model(name):
         source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     elif not path.is_dir() and (path.exists() or "/" not in name or name[0] in "./~"):
         raise UsageError(f"no model {name}: a directory, a .gguf file or {list(PRESETS)} would do")
-    try:  # the entries of config.json; what code the model brings is not run
+    try:  # the entries of config.json; no code that the model brings is run
         entries, _ = transformers.PreTrainedConfig.get_config_dict(**source)
-        family = str(entries.get("model_type"))
-        known = family in FAMILIES
-        config = transformers.AutoConfig.for_model(**entries) if known else None
+        family = entries.get("model_type")
+        config = transformers.AutoConfig.for_model(**entries) if family in FAMILIES else None
     except Exception as problem:  # of many kinds
         raise UsageError(f"cannot read the model {name}: {problem!r}") from None
-    if not known:
-        why = "".join(why for begin, why in WHY_NOT.items() if family.startswith(begin))
-        if any("experts" in key for key in entries):
-            why = "it has experts, which labs/lab12_experts.py is about"
-        raise UsageError(f"{name}: {family}: {why or 'not proved'}; {', '.join(FAMILIES)} would do")
+    if config is None:
+        others = (
+            "scale logits (granite, gemma), fuse projections (phi3, glm), have experts (lab 12)"
+        )
+        would = f"{', '.join(FAMILIES)} would do; others {others} or are not proved"
+        raise UsageError(f"{name} is a model of type {family}; {would}")
     if "quantization_config" in entries or (path / "adapter_config.json").exists():
         raise UsageError(f"{name} is quantized or has an adapter; plain weights would do")
     if entries.get("attention_dropout"):
@@ -1079,7 +1079,7 @@ def parse(argv):
     for name, value in vars(args).items():
         least = {"seed": 0, "length": 2}.get(name, 1)  # one token has no next one to predict
         if type(value) is int and not least <= value < 1 << 31:
-            parser.error(f"--{name.replace('_', '-')} {value} is out of range; {least} would do")
+            parser.error(f"--{name.replace('_', '-')} {value}: {least} to 2**31 - 1 would do")
     if args.backend == "fake" and args.mode != "benchmark":
         parser.error("--backend fake computes no real values: --mode benchmark only")
     if args.attn == "flash" and args.dtype != "bfloat16":

@@ -1,8 +1,8 @@
 """Megatron sequence parallelism for LLaMA in one file (arXiv 2205.05198) on Hugging Face's model.
 
-Tensor parallelism replicates the activations between the blocks on every rank. Here each rank holds
-s/P tokens of them; only inside a block are all tokens there, and then with 1/P of the features.
-P = 2, one MLP:
+Tensor parallelism replicates the activations between the blocks on each of P ranks. Here a rank
+holds s/P of the s tokens; only inside a block are all tokens there, and then with 1/P of the
+features. One MLP, P = 2:
 
     rank 0: tokens 0..s/2       rank 1: tokens s/2..s        residual, norm: (b, s/2, h)
         |        g   forward: all-gather        |            backward: reduce-scatter dx
@@ -23,8 +23,8 @@ and what lies between the two halves (residuals, norms) is 1/P as large.
     entering a block      g: all-gather           reduce-scatter    all-gather
     leaving a block       g-bar: reduce-scatter   all-gather        reduce-scatter, attention only
 
-A block is attention or MLP. Recomputation stops when it has all that the backward needs: what
-leaves the MLP is not needed. Each message is one full (b, s, h), of which a rank has s/P tokens.
+A block is attention or MLP. Recomputation stops when it has all that the backward needs: no
+gradient needs what leaves the MLP. Each message is one (b, s, h), of which a rank has s/P tokens.
 
 --recompute full, the default, keeps of a layer only its input, (b, s/P, h). With none all is kept,
 each block's gathered input (b, s, h), too. Megatron-LM keeps the rank's own tokens of that, and
@@ -40,6 +40,7 @@ gathers them again in the backward; labs/lab2_megatron_layers.py does so.
 # ---- 1. Imports, constants, models ---------------------------------------------------------------
 
 import argparse
+import contextlib
 import copy
 import datetime
 import faulthandler
@@ -76,13 +77,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 STRATEGY = "sp_megatron"
 IGNORE = -100  # the label of a token that is no target: PyTorch's and Hugging Face's convention
-LOSS_CHUNK = 2048  # --loss chunked: a rank holds as many logits as these tokens have, at a time
+LOSS_CHUNK = 2048  # --loss chunked: a rank holds no more logits than so many tokens have
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2")  # model_type
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 SIZES += ("num_key_value_heads", "vocab_size", "tie_word_embeddings")
 # Copied from tp.py
-PRESETS = {  # of models with random weights
+PRESETS = {  # with random weights: the model_type, then SIZES
     "tiny": ("llama", 64, 192, 8, 8, 4, 256, True),
     "smollm2-135m": ("llama", 576, 1536, 30, 9, 3, 49152, True),
     "llama-3.2-1b": ("llama", 2048, 8192, 16, 32, 8, 128256, True),
@@ -169,7 +170,7 @@ gather_from_sp_region = GatherFromSPRegion.apply  # (x (b, s/P, h), group) -> (b
 reduce_scatter_to_sp_region = ReduceScatterToSPRegion.apply  # (x (b, s, h), group) -> (b, s/P, h)
 
 
-# ---- 3. Sharding LLaMA, and what the backward keeps of it ----------------------------------------
+# ---- 3. Sharding LLaMA and its relatives, and recomputation --------------------------------------
 
 
 # Copied from tp.py
@@ -181,31 +182,32 @@ def split(n, rank, world):
 
 # Copied from tp.py
 def head_range(config, rank, world):
-    """Query heads [q0, q1) and KV heads [k0, k1) of a rank; how many ranks hold the same KV heads.
+    """Returns (q0, q1), (k0, k1), replicas: a rank has query heads [q0, q1) and KV heads [k0, k1),
+    and `replicas` ranks have these same KV heads.
 
     With world <= kv_heads whole KV groups (a KV head and the query heads that read it) are dealt
     out; with more ranks than KV heads, `replicas` ranks share one and deal out its query heads.
     """
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    queries = heads // kv_heads  # query heads per KV head
+    per_kv = heads // kv_heads  # query heads that read a KV head
     possible = [w for w in range(1, heads + 1) if w <= kv_heads or w % kv_heads == 0]
     if world not in possible:
         problem = f"{heads} heads with {kv_heads} KV heads cannot be split over {world} ranks"
         raise UsageError(f"{problem}; {', '.join(map(str, possible))} ranks would work")
     if world <= kv_heads:
         k0, k1 = split(kv_heads, rank, world)
-        return (k0 * queries, k1 * queries), (k0, k1), 1
+        return (k0 * per_kv, k1 * per_kv), (k0, k1), 1
     replicas = world // kv_heads
     k = rank // replicas
-    q0, q1 = split(queries, rank % replicas, replicas)
-    return (k * queries + q0, k * queries + q1), (k, k + 1), replicas
+    q0, q1 = split(per_kv, rank % replicas, replicas)
+    return (k * per_kv + q0, k * per_kv + q1), (k, k + 1), replicas
 
 
 # Copied from tp.py
 def mark(tensor, shard=None, replicas=1, sum_over=None):
     """Note on a tensor which shard (dim, start, end) of the full one it is (None: all of it), how
-    many ranks hold the same, and over which group its gradient has to be summed (None: it has not).
-    The step below reads sum_over, the proof (section 5) the others."""
+    many ranks hold the same, and the group over which to sum its gradient (None: no sum).
+    train_step() reads sum_over, the proof of section 5 the others."""
     tensor.shard, tensor.replicas, tensor.sum_over = shard, replicas, sum_over
     return tensor
 
@@ -241,7 +243,7 @@ class RowParallelLinear(nn.Module):
         self.weight = make_shard(linear.weight, 1, start, end)
         self.bias = None
         if linear.bias is not None and group.rank() == 0:  # on one rank, so that it is added once
-            self.bias = make_shard(linear.bias, 0, 0, len(linear.bias))
+            self.bias = make_shard(linear.bias, 0, start=0, end=len(linear.bias))
 
     def forward(self, x):  # (b, s, in/P) -> (b, s/P, out)
         return reduce_scatter_to_sp_region(F.linear(x, self.weight, self.bias), self.group)
@@ -266,8 +268,9 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelRMSNorm(nn.Module):
-    """Features [start, end) of OLMo 2's q_norm and k_norm, which normalize all heads together: the
-    sum of squares is over all ranks, one number per token. A KV head's replicas count it again."""
+    """Features [start, end) of OLMo 2's q_norm or k_norm, which normalize all heads together: the
+    sum of squares is over all ranks, one number per token. With `replicas` of each KV head it
+    counts each that often, and so does self.features."""
 
     def __init__(self, norm, start, end, group, replicas=1, sum_over=None):
         super().__init__()
@@ -294,14 +297,14 @@ def enter_block(group, block, args, kwargs):
 
 
 def all_tokens_mask(stock, group, q_length, kv_length, **others):
-    """HF's mask function `stock`, for all tokens, where HF asks for the s/P that it is given."""
+    """HF's mask function `stock`, called for all tokens. HF asks for a mask of the s/P it sees."""
     return stock(q_length=q_length * group.size(), kv_length=kv_length * group.size(), **others)
 
 
 # Copied from tp.py
 def recompute_layers(model):
-    """Keep the input of each layer only; before its backward run its forward again, with its hooks
-    and collectives, up to the last tensor that the backward needs (arXiv 1604.06174)."""
+    """Keep each layer's input only. The layer's backward first runs its forward again, hooks and
+    collectives included, up to the last tensor that it needs (arXiv 1604.06174)."""
     enable = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.23
     enable = enable or model.gradient_checkpointing_enable  # its name before
     enable({"use_reentrant": False})
@@ -324,23 +327,23 @@ def parallelize(model, group, args):
     i0, i1 = split(config.intermediate_size, rank, world)
     v0, v1 = split(config.vocab_size, rank, world)
     for name, parameter in model.named_parameters():
-        if "norm" in name:  # replicated, but a rank's tokens (or heads) give part of the gradient
+        if "norm" in name:  # replicated; a rank's tokens (of q_norm: heads) give a part of it
             mark(parameter, replicas=world, sum_over=group if world > 1 else None)
-    shared = 1, None  # replicas of this rank's KV heads, and the ranks that sum their gradients
+    shared = {"replicas": replicas, "sum_over": None}  # of this rank's KV heads
     if replicas > 1:
         timeout = datetime.timedelta(seconds=args.timeout)
-        shared = replicas, dist.new_subgroups(replicas, group=group, timeout=timeout)[0]
+        shared["sum_over"], _ = dist.new_subgroups(replicas, group=group, timeout=timeout)
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         d = attention.head_dim
         attention.q_proj = ColumnParallelLinear(attention.q_proj, q0 * d, q1 * d)
-        attention.k_proj = ColumnParallelLinear(attention.k_proj, k0 * d, k1 * d, *shared)
-        attention.v_proj = ColumnParallelLinear(attention.v_proj, k0 * d, k1 * d, *shared)
+        attention.k_proj = ColumnParallelLinear(attention.k_proj, k0 * d, k1 * d, **shared)
+        attention.v_proj = ColumnParallelLinear(attention.v_proj, k0 * d, k1 * d, **shared)
         attention.o_proj = RowParallelLinear(attention.o_proj, q0 * d, q1 * d, group)
         attention.num_key_value_groups = (q1 - q0) // (k1 - k0)  # for HF's repeat_kv
         if config.model_type == "olmo2":
             attention.q_norm = ParallelRMSNorm(attention.q_norm, q0 * d, q1 * d, group)
-            attention.k_norm = ParallelRMSNorm(attention.k_norm, k0 * d, k1 * d, group, *shared)
+            attention.k_norm = ParallelRMSNorm(attention.k_norm, k0 * d, k1 * d, group, **shared)
         mlp.gate_proj = ColumnParallelLinear(mlp.gate_proj, i0, i1)
         mlp.up_proj = ColumnParallelLinear(mlp.up_proj, i0, i1)
         mlp.down_proj = RowParallelLinear(mlp.down_proj, i0, i1, group)
@@ -375,8 +378,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         target_logit = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0)
         both = torch.stack([target_logit, shifted.exp_().sum(-1)])
         target_logit, sum_exp = all_reduce(both, group)
-        # Kept apart: added up, peak + log(sum_exp), they would be rounded to the digits of a logit
-        # (of 300 in float32: to 3e-5), and softmax - 1 of a confident prediction is smaller
+        # Kept apart: their sum, peak + log(sum_exp), would be rounded like a logit (in float32 a
+        # logit of 300 to 3e-5), and softmax - 1 of a confident prediction is smaller than that
         ctx.save_for_backward(logits, column, elsewhere, peak, sum_exp)
         return sum_exp.log() - target_logit
 
@@ -384,13 +387,13 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad):  # d loss / d logits = softmax - one_hot(target): no communication
         logits, column, elsewhere, peak, sum_exp = ctx.saved_tensors
         softmax = (logits - peak).exp_().div_(sum_exp[:, None])
-        softmax.scatter_add_(-1, column, -(~elsewhere)[:, None].to(softmax.dtype))
+        softmax.scatter_add_(-1, column, elsewhere[:, None].to(softmax.dtype) - 1)
         return softmax.mul_(grad[:, None]).to(logits.dtype), None, None, None
 
 
 def sum_of_losses(model, hidden, targets, group):
     """Sum of the losses of a chunk, c tokens of each sequence on each rank: hidden (b, c, h), this
-    rank's, and targets (b, P c), all ranks'. A token whose target is IGNORE has none."""
+    rank's, and targets (b, P c), all ranks'. A token whose target is IGNORE adds none."""
     # The head's g; not a pre-hook: inside checkpoint() no gathered hidden states are kept
     logits = model.lm_head(gather_from_sp_region(hidden, group)).flatten(0, 1)  # (b P c, v/P)
     start, _ = split(model.config.vocab_size, group.rank(), group.size())
@@ -399,7 +402,7 @@ def sum_of_losses(model, hidden, targets, group):
 
 
 def tokens_per_chunk(length, group, args):
-    """How many of a rank's `length` tokens have logits at a time."""
+    """Tokens of each sequence on a rank in a chunk of the loss."""
     return length if args.loss == "full" else max(1, LOSS_CHUNK // args.batch)
 
 
@@ -425,27 +428,25 @@ def mean_loss(model, hidden, labels, group, args):
     return total / (targets != IGNORE).sum()
 
 
-def final_hidden_states(model, ids, group, args):
+def final_hidden_states(model, ids, group):
     """Output of the final norm for this rank's tokens, (b, s/P, h). ids (b, s): all tokens."""
     last = ids.shape[1] - 1
     ids = F.pad(ids, (0, -ids.shape[1] % group.size()))  # at the end: no token attends to it
-    positions = torch.arange(ids.shape[1], device=ids.device)[
-        None
-    ]  # of all tokens, as in attention
+    positions = torch.arange(ids.shape[1], device=ids.device)  # of all tokens: attention has them
 
-    def without_padding(rotary, args, kwargs):  # the last position may decide on the frequencies
+    def without_padding(rotary, args, kwargs):  # longrope chooses frequencies by the last position
         hidden, positions = *args, *kwargs.values()
         return (hidden, positions.clamp(max=last)), {}
 
     with model.model.rotary_emb.register_forward_pre_hook(without_padding, with_kwargs=True):
-        outputs = model.model(input_ids=ids, position_ids=positions, use_cache=False)
+        outputs = model.model(input_ids=ids, position_ids=positions[None], use_cache=False)
     return outputs.last_hidden_state
 
 
 # Copied from tp.py
 def train_step(model, ids, labels, group, args, backward=True):
     """Loss of ids (b, s), the same on every rank; after it every .grad is complete."""
-    loss = mean_loss(model, final_hidden_states(model, ids, group, args), labels, group, args)
+    loss = mean_loss(model, final_hidden_states(model, ids, group), labels, group, args)
     if backward:
         loss.backward()
         sum_gradients(model)
@@ -454,18 +455,18 @@ def train_step(model, ids, labels, group, args, backward=True):
 
 # Copied from tp.py
 def sum_gradients(model):
-    """Sum the gradients of which each rank has a part over the ranks that have the others."""
+    """Sum each gradient of which ranks have a part only over these ranks, as marked."""
     for parameter in model.parameters():
         if parameter.sum_over is not None:  # in place: no second gradient
             dist.all_reduce(parameter.grad, group=parameter.sum_over)
 
 
-# What only sections 5 and 6 ask of this script follows.
+# The rest of this section serves sections 5 and 6 alone.
 
 
 # Copied from tp.py
 def full_tensor(tensor):
-    """All of a DTensor (of --dtensor, or sp_ulysses.py --shard-weights); any other as it is."""
+    """A DTensor (tp.py --dtensor, sp_ulysses.py --shard-weights) gathered; any other as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -475,13 +476,13 @@ def grad_norm(model, group):
     total = torch.zeros((), dtype=torch.float64)
     for p in model.parameters():
         total += full_tensor(p.grad).double().square().sum().cpu() / p.replicas
-    dist.all_reduce(total, group=group)  # of a number on the CPU, by gloo beside NCCL
+    dist.all_reduce(total, group=group)  # on the CPU: by gloo, which start() puts beside NCCL
     return total.sqrt()
 
 
 def local_logits(model, ids, group, args):
     """This rank's columns of the logits, (b, s, v/P), marked as a parameter is."""
-    hidden = gather_from_sp_region(final_hidden_states(model, ids, group, args), group)
+    hidden = gather_from_sp_region(final_hidden_states(model, ids, group), group)
     logits = model.lm_head(hidden[:, : ids.shape[1]])  # without padding
     return mark(logits, (2, *split(model.config.vocab_size, group.rank(), group.size())))
 
@@ -495,7 +496,7 @@ def expected_traffic(model, group, args):
     local = math.ceil(args.length / group.size())  # tokens of a sequence on a rank
     tokens = args.batch * group.size() * local
     hidden = tokens * model.config.hidden_size * element  # bytes of (b, s, h)
-    number = tokens * max(4, element)  # of a number per token, float32 or wider
+    number = tokens * max(4, element)  # of (b, s), in float32 or wider
     chunks = math.ceil(local / tokens_per_chunk(local, group, args))
     blocks = 2 * layers  # g where an attention or an MLP begins, g-bar where it ends
     rows = [
@@ -528,9 +529,9 @@ OWN_MODES = {}  # of this script alone: {name: function like check_correctness()
 
 
 def finalize_args(args, world):
-    """Fill in what depends on other options; UsageError where world ranks cannot do it."""
+    """The script's own defaults; UsageError where world ranks cannot do it."""
     args.batch = args.batch or 3
-    head_range(args.config, 0, world)
+    head_range(args.config, 0, world)  # raises
     if world > args.config.vocab_size:
         raise UsageError(f"{world} ranks for {args.config.vocab_size} words; as many would do")
 
@@ -543,7 +544,7 @@ def finalize_args(args, world):
 # Largest relative errors. float64 is the proof; the others' rounding hides small mistakes
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bfloat16": 2e-1}
 LEARNING_LIMIT = {"float64": 1e-9, "float32": 1e-2, "bfloat16": 2e-1}
-IS_RANK0 = "LOCAL_RANK" not in os.environ or os.environ.get("RANK") == "0"  # torchrun sets both
+IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ
 
 
 def print_table(rows):
@@ -558,7 +559,7 @@ def print_table(rows):
 
 
 def gather_objects(value, group):
-    """Every rank's value, in a list; it is a barrier, too. A fake rank has only its own."""
+    """Every rank's value, in a list; it is a barrier, too. A fake peer has none."""
     if dist.get_backend(group) == "fake":
         return [value]
     values = [None] * group.size()
@@ -567,12 +568,14 @@ def gather_objects(value, group):
 
 
 def upcasts_in_float64(args):
-    """A context, for the proof only: HF computes norms, softmax and rotary embedding in
-    torch.float32, in a float64 model, too. Within it HF's code finds float64 under that name."""
+    """A context for --dtype float64. HF computes norms, softmax and rotary embedding in
+    torch.float32 whatever the model's dtype; in the context its code finds float64 there."""
+    if args.dtype != "float64":
+        return contextlib.nullcontext()
     family = args.config.model_type
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    wide = {"float32": torch.float64} if args.dtype == "float64" else {}
-    return mock.patch.object(modeling, "torch", SimpleNamespace(**vars(torch) | wide))
+    names = vars(torch) | {"float32": torch.float64}
+    return mock.patch.object(modeling, "torch", SimpleNamespace(**names))
 
 
 def load_model(args):
@@ -613,11 +616,11 @@ def proof_batch(args, group, step=1):
     ids = torch.randint(vocabulary, (args.batch, length), generator=generator)
     first_rows = [split(vocabulary, rank, group.size())[0] for rank in range(group.size())]
     special = [args.config.pad_token_id or 0, *first_rows, *(row - 1 for row in first_rows)]
-    special = torch.tensor(special) % vocabulary
+    special = torch.tensor(special) % vocabulary  # the row before the first is the last
     ids[0, 1 : 1 + len(special)] = special[: length - 1]
     labels = ids.clone()
-    labels[0::3, length // 2 : length * 3 // 4] = IGNORE
-    labels[2::3, length // 2 + 1 :] = IGNORE
+    labels[0::3, length // 2 : length * 3 // 4] = IGNORE  # a quarter of sequences 0, 3, ...
+    labels[2::3, length // 2 + 1 :] = IGNORE  # almost half of sequences 2, 5, ...
     return ids.to(args.device), labels.to(args.device)
 
 
@@ -636,33 +639,32 @@ def sgd(model, lr):
 
 
 def take_steps(model, args, group, parallel):
-    """{(step, kind, name): tensor} of three SGD steps, by this script (parallel) or HF's model.
-
-    Tensors are marked as mark() does it; each rank has a replica of HF's. Step 3 has logits of
-    hundreds, whose exp() is infinite (not in float32 and bfloat16: there rounding decides).
+    """{(step, kind, name): tensor} of three SGD steps, by this script (parallel) or HF's model,
+    each tensor marked as the parameter is; what is not marked, every rank has in full. Step 3 has
+    logits of up to thousands, whose exp() overflows; in float64 alone: else rounding decides.
     """
     found = {}
+    step_function = train_step if parallel else reference_step
 
-    def keep(step, kind, name, tensor, shard=None, replicas=group.size()):  # noqa: B008
+    def keep(step, kind, name, tensor, marked=None):
+        shard, replicas = getattr(marked, "shard", None), getattr(marked, "replicas", group.size())
         tensor = torch.atleast_1d(full_tensor(tensor.detach()).clone())
         found[step, kind, name] = mark(tensor, shard, replicas)
 
-    for parameter in () if parallel else model.parameters():
-        mark(parameter, replicas=group.size())
+    for name, p in model.named_parameters():  # as they were cut
+        keep(1, "weight", name, p, p)
     for step in (1, 2, 3) if args.dtype == "float64" else (1, 2):
         if step == 3:
             model.model.norm.register_forward_hook(lambda module, x, out: 512 * out)
-        for name, p in model.named_parameters() if step == 1 else ():  # as they were cut
-            keep(step, "weight", name, p, p.shard, p.replicas)
         ids, labels = proof_batch(args, group, step)
         with torch.no_grad():
-            logits = local_logits(model, ids, group, args) if parallel else mark(model(ids).logits)
+            logits = local_logits(model, ids, group, args) if parallel else model(ids).logits
         if logits is not None:  # of a pipeline only the last stage has them
-            keep(step, "logits", "logits", logits, logits.shard, logits.replicas)
-        loss = (train_step if parallel else reference_step)(model, ids, labels, group, args)
+            keep(step, "logits", "logits", logits, logits)
+        loss = step_function(model, ids, labels, group, args)
         keep(step, "loss", "loss", loss)
         for name, p in reversed(list(model.named_parameters())):  # as the backward reaches them
-            keep(step, "grad", name, p.grad, p.shard, p.replicas)
+            keep(step, "grad", name, p.grad, p)
         grads = [p.grad.double() for p in model.parameters()]
         norm = grad_norm(model, group) if parallel else nn.utils.get_total_norm(grads)
         keep(step, "grad_norm", "grad_norm", norm)
@@ -673,31 +675,36 @@ def take_steps(model, args, group, parallel):
 def compare(found, expected, args, group):
     """Rows of --json: the error of each tensor over all ranks, and its coverage.
 
-    An error is relative to the norm of the tensor, or a thousandth of that of all of its kind: some
-    gradients are zero but for rounding. In float32 and bfloat16: to that of all of its kind.
-    Coverage: how often a tensor exists, replicas counted once. Not 1: lost in part, or not sharded.
+    An error is relative to the tensor's norm, or to a thousandth of the norm of all tensors of its
+    kind if that is larger: some gradients are zero but for rounding. In float32 and bfloat16: to
+    the norm of all of its kind. Coverage: how often a tensor exists, replicas counted once; below
+    1 a part is lost, above 1 it is not sharded.
     """
-    own = torch.zeros(len(expected), 2, dtype=torch.float64)  # square of the error; coverage
-    squares = Counter()  # of the norm of each tensor, and of all of a kind
-    for row, (key, full) in zip(own, expected.items()):
-        squares[key] = full.double().square().sum().item()
-        squares[key[:2]] += squares[key]
-        if key in found:  # it may be another rank's alone: a layer, a bias
-            tensor = found[key]
+    errors = torch.zeros(len(expected), dtype=torch.float64)  # squared, on this rank
+    coverage = torch.zeros(len(expected), dtype=torch.float64)
+    squares = Counter()  # of norms, by (step, kind, name) and by (step, kind)
+    for i, ((step, kind, name), full) in enumerate(expected.items()):
+        squares[step, kind, name] = square = full.double().square().sum().item()
+        squares[step, kind] += square
+        if (step, kind, name) in found:  # it may be another rank's alone: a layer, a bias
+            tensor = found[step, kind, name]
             dim, start, end = tensor.shard or (0, 0, len(full))
             part = full.narrow(dim, start, end - start)
             error = tensor - part if tensor.shape == part.shape else torch.tensor(math.inf)
-            row[0] = error.double().square().sum() / tensor.replicas
-            row[1] = part.numel() / full.numel() / tensor.replicas
+            errors[i] = error.double().square().sum() / tensor.replicas
+            coverage[i] = part.numel() / full.numel() / tensor.replicas
+    by_rank = torch.stack(gather_objects(errors, group))  # (P, tensors)
+    coverage = sum(gather_objects(coverage, group))
     rows = []
-    for key, ranks in zip(expected, torch.stack(gather_objects(own, group)).unbind(1)):
-        error, coverage = ranks.sum(0).tolist()
-        least = squares[key[:2]] * (1e-6 if args.dtype == "float64" else 1)
-        error = math.sqrt(error / (max(squares[key], least) or 1.0))
-        row = {"name": key[2], "kind": key[1], "step": key[0], "rank": ranks[:, 0].argmax().item()}
-        row |= {"coverage": coverage, "relative_error": error, "limit": LIMIT[args.dtype]}
-        close = error <= row["limit"]  # False for NaN
-        rows.append(row | {"passed": close and abs(coverage - 1) < 1e-9})
+    for i, (step, kind, name) in enumerate(expected):
+        least = squares[step, kind] * (1e-6 if args.dtype == "float64" else 1)
+        square = max(squares[step, kind, name], least) or 1.0
+        error = math.sqrt(by_rank[:, i].sum() / square)
+        row = {"name": name, "kind": kind, "step": step, "rank": by_rank[:, i].argmax().item()}
+        row |= {"coverage": coverage[i].item(), "relative_error": error}
+        close = error <= LIMIT[args.dtype]  # False for NaN
+        row |= {"limit": LIMIT[args.dtype], "passed": close and abs(row["coverage"] - 1) < 1e-9}
+        rows.append(row)
     return rows
 
 
@@ -708,16 +715,15 @@ def check_correctness(args, group):
     found = take_steps(model, args, group, parallel=True)
     rows = compare(found, expected, args, group)
     wrong = [row for row in rows if not row["passed"]]
-    nearest = sorted(rows, key=lambda row: row["relative_error"], reverse=True)
-    result = {"tolerance": LIMIT[args.dtype], "passed": not wrong, "worst": nearest[0]}
+    by_error = sorted(rows, key=lambda row: row["relative_error"], reverse=True)
+    result = {"tolerance": LIMIT[args.dtype], "passed": not wrong, "worst": by_error[0]}
     for name in ("loss", "grad_norm"):
         one_device, parallel = (x[1, name, name].item() for x in (expected, found))
         result |= {f"{name}_reference": one_device, name: parallel}
         print(f"  {name:10}  one device {one_device:.8g}, parallel {parallel:.8g}")
     print(f"\n  {'Wrong' if wrong else 'The largest errors'}, of {len(rows)} tensors in all steps")
     print("  (coverage: how often a tensor exists over all ranks, replicas counted once):")
-    columns = ("name", "kind", "step", "rank", "coverage", "relative_error", "limit")
-    print_table([{name: row[name] for name in columns} for row in (wrong or nearest)[:8]])
+    print_table((wrong or by_error)[:8])
     summary = f"logits, loss and all gradients are within {LIMIT[args.dtype]} of one device's"
     if wrong:
         summary = f"{len(wrong)} of {len(rows)} tensors are wrong, the first: {wrong[0]['name']}"
@@ -743,8 +749,9 @@ def check_learning(args, group):
     errors = [abs(loss / reference - 1) for loss, reference in zip(losses, references)]
     errors = sum(gather_objects(errors, group), [])
     fall = 1 - losses[-1] / losses[0]
-    passed = fall > 0 and all(error <= LEARNING_LIMIT[args.dtype] for error in errors)  # no NaN is
+    close = all(error <= LEARNING_LIMIT[args.dtype] for error in errors)  # False for NaN
     summary = f"losses within {max(errors):.1e} of one device's, and down by {fall:.0%}"
+    passed = close and fall > 0
     return summary, {"passed": passed, "loss": losses, "loss_reference": references}
 
 
@@ -760,7 +767,7 @@ class Meter(TorchDispatchMode):
         self.bytes = Counter()
         self.peak = 0
         self.alive = weakref.WeakValueDictionary()  # storages: several tensors may share one
-        self.see(gc.get_objects())
+        self.see(gc.get_objects())  # what exists already
 
     def see(self, values):
         """The tensors among values; not DTensors and FakeTensors, which have no data."""
@@ -781,21 +788,21 @@ class Meter(TorchDispatchMode):
         name = func._opname.replace("_", "")
         for op in self.OPS:
             if "c10d" in func.namespace and name.startswith(op.replace("_", "")):
-                message = inputs[-1:] if op == "all_to_all" else inputs + outputs
+                message = inputs[-1:] if op == "all_to_all" else inputs + outputs  # (out, in)
                 self.calls[op] += 1
                 self.bytes[op] += max(x.nbytes for x in message)
         return out
 
 
 def compare_traffic(forward, step, expected):
-    """Rows of --json: what this rank sent, beside the rows of expected_traffic(). From Meters of a
-    forward alone, and of a step: what the step has more is the backward's."""
+    """Rows of --json: what this rank sent, beside the rows of expected_traffic(). The backward's is
+    what the Meter of a step has more than that of a forward alone."""
     rows = []
     for phase, op in product(("forward", "backward"), Meter.OPS):
         calls, size = forward.calls[op], forward.bytes[op]
         if phase == "backward":
             calls, size = step.calls[op] - calls, step.bytes[op] - size
-        wanted = [entry[2:] for entry in expected if entry[:2] == (phase, op)]
+        wanted = [(calls, size) for *key, calls, size in expected if key == [phase, op]]
         row = {"phase": phase, "op": op, "count": calls, "bytes": size}
         row["expected_count"] = sum(calls for calls, _ in wanted)
         row["expected_bytes"] = sum(size for _, size in wanted)
@@ -850,12 +857,6 @@ def check_benchmark(args, group):
 # ---- 6. Command line: the same in all four scripts -----------------------------------------------
 
 MODES = {"correctness": check_correctness, "learning": check_learning, "benchmark": check_benchmark}
-WHY_NOT = {  # the family of a model that cannot be sharded here, by how its name begins
-    "granite": "it multiplies embeddings, residuals and logits",
-    "gemma": "it multiplies embeddings and has other norms",
-    "phi": "its q, k and v are one matrix",
-    "glm": "its gate and up are one matrix",
-}
 
 
 def find_model(name):
@@ -871,18 +872,18 @@ def find_model(name):
         source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     elif not path.is_dir() and (path.exists() or "/" not in name or name[0] in "./~"):
         raise UsageError(f"no model {name}: a directory, a .gguf file or {list(PRESETS)} would do")
-    try:  # the entries of config.json; what code the model brings is not run
+    try:  # the entries of config.json; no code that the model brings is run
         entries, _ = transformers.PreTrainedConfig.get_config_dict(**source)
-        family = str(entries.get("model_type"))
-        known = family in FAMILIES
-        config = transformers.AutoConfig.for_model(**entries) if known else None
+        family = entries.get("model_type")
+        config = transformers.AutoConfig.for_model(**entries) if family in FAMILIES else None
     except Exception as problem:  # of many kinds
         raise UsageError(f"cannot read the model {name}: {problem!r}") from None
-    if not known:
-        why = "".join(why for begin, why in WHY_NOT.items() if family.startswith(begin))
-        if any("experts" in key for key in entries):
-            why = "it has experts, which labs/lab12_experts.py is about"
-        raise UsageError(f"{name}: {family}: {why or 'not proved'}; {', '.join(FAMILIES)} would do")
+    if config is None:
+        others = (
+            "scale logits (granite, gemma), fuse projections (phi3, glm), have experts (lab 12)"
+        )
+        would = f"{', '.join(FAMILIES)} would do; others {others} or are not proved"
+        raise UsageError(f"{name} is a model of type {family}; {would}")
     if "quantization_config" in entries or (path / "adapter_config.json").exists():
         raise UsageError(f"{name} is quantized or has an adapter; plain weights would do")
     if entries.get("attention_dropout"):
@@ -915,7 +916,7 @@ def parse(argv):
     for name, value in vars(args).items():
         least = {"seed": 0, "length": 2}.get(name, 1)  # one token has no next one to predict
         if type(value) is int and not least <= value < 1 << 31:
-            parser.error(f"--{name.replace('_', '-')} {value} is out of range; {least} would do")
+            parser.error(f"--{name.replace('_', '-')} {value}: {least} to 2**31 - 1 would do")
     if args.backend == "fake" and args.mode != "benchmark":
         parser.error("--backend fake computes no real values: --mode benchmark only")
     if args.attn == "flash" and args.dtype != "bfloat16":

@@ -1,8 +1,8 @@
 """Ulysses sequence parallelism for LLaMA in one file (DeepSpeed, arXiv 2309.14509) on HF's model.
 
-Every rank holds all weights and s/P tokens of the activations. Norms, projections and MLP treat
-each token by itself, and need no other rank. Attention alone mixes tokens, and it treats each head
-by itself: so it gets all tokens of 1/P of the heads. P = 2, one attention block:
+Each of P ranks holds all weights, and the activations of s/P of the s tokens. Norms, projections
+and MLP treat each token by itself, and need no other rank. Attention alone mixes tokens, and it
+treats each head by itself: so it gets all tokens of 1/P of the heads. One attention block, P = 2:
 
     rank 0: tokens 0..s/2       rank 1: tokens s/2..s        (b, s/2, h)
     q, k, v projections         q, k, v projections          replicated weights, all heads
@@ -11,8 +11,8 @@ by itself: so it gets all tokens of 1/P of the heads. P = 2, one attention block
         |        all-to-all, each of q, k, v    |            backward: all-to-all back
         v                                       v
     (b, heads/2, s, d)          (b, heads/2, s, d)           all tokens, own heads
-    attention, first half       attention, second half       HF's own: sdpa, eager or flash, whose
-    (b, s, heads/2, d)          (b, s, heads/2, d)           output has heads and tokens swapped
+    attention, first half       attention, second half       HF's own: sdpa, eager or flash; they
+    (b, s, heads/2, d)          (b, s, heads/2, d)           return heads behind tokens
         |        all-to-all                     |            backward: all-to-all back
         v                                       v
     (b, s/2, heads, d)          (b, s/2, heads, d)           all heads of own tokens
@@ -20,21 +20,19 @@ by itself: so it gets all tokens of 1/P of the heads. P = 2, one attention block
         |                               |
     rank 0: tokens 0..s/2       rank 1: tokens s/2..s        (b, s/2, h)
 
-    message                       forward          backward         recomputed (--recompute full)
+    messages of a layer           forward          backward         recomputed (--recompute full)
     q, of (b, s/P, h)             all-to-all       all-to-all       all-to-all
     k and v, smaller with GQA     2 all-to-alls    2 all-to-alls    2 all-to-alls
-    attention's output, as q      all-to-all       all-to-all       all-to-all
-    of a step, not of a layer:    nothing          all-reduce of all gradients
-    with --shard-weights          all-gather of    all-gather of all weights,
+    attention's output, like q    all-to-all       all-to-all       all-to-all
+
+    once a step                   the loss         all-reduce of all gradients
+    or with --shard-weights       all-gather of    all-gather of all weights,
                                   all weights      reduce-scatter of all gradients
 
-    --recompute           kept of a layer for its backward                     messages of a layer
-    none                  all; q, k, v and output of own heads and all tokens  8
-    full (default)        the layer's input, (b, s/P, h)                       8, and 4 recomputed
-
-What a rank sends for a layer shrinks with P; in tp.py and sp_megatron.py it does not. But weights,
-gradients and optimizer state do not shrink, unless --shard-weights leaves 1/P of them on each rank
-(ZeRO-3). As in tp.py, there can be no more ranks than heads.
+--recompute none keeps all activations of a layer; full, the default, only its input, (b, s/P, h).
+Messages are of s/P tokens, and shrink with P; those of tp.py and sp_megatron.py are of all s. But
+weights, gradients and optimizer state do not shrink, unless --shard-weights leaves 1/P of them on
+each rank (ZeRO-3). Ranks divide heads as in tp.py: there can be no more ranks than heads.
 
     torchrun --nproc_per_node=2 sp_ulysses.py --mode correctness
     torchrun --nproc_per_node=4 sp_ulysses.py --mode all --length 1001
@@ -47,6 +45,7 @@ gradients and optimizer state do not shrink, unless --shard-weights leaves 1/P o
 # ---- 1. Imports, constants, models ---------------------------------------------------------------
 
 import argparse
+import contextlib
 import copy
 import datetime
 import faulthandler
@@ -86,13 +85,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 STRATEGY = "sp_ulysses"
 IGNORE = -100  # the label of a token that is no target: PyTorch's and Hugging Face's convention
-LOSS_CHUNK = 2048  # --loss chunked: a rank holds as many logits as these tokens have, at a time
+LOSS_CHUNK = 2048  # --loss chunked: a rank holds no more logits than so many tokens have
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2")  # model_type
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 SIZES += ("num_key_value_heads", "vocab_size", "tie_word_embeddings")
 # Copied from tp.py
-PRESETS = {  # of models with random weights
+PRESETS = {  # with random weights: the model_type, then SIZES
     "tiny": ("llama", 64, 192, 8, 8, 4, 256, True),
     "smollm2-135m": ("llama", 576, 1536, 30, 9, 3, 49152, True),
     "llama-3.2-1b": ("llama", 2048, 8192, 16, 32, 8, 128256, True),
@@ -111,7 +110,7 @@ class UsageError(Exception):
     """Arguments or a model that cannot work; the message says what would."""
 
 
-# ---- 2. Communication: one all-to-all, its own conjugate -----------------------------------------
+# ---- 2. Communication: an all-to-all, whose backward is another ----------------------------------
 
 
 # Copied from tp.py
@@ -124,48 +123,43 @@ def all_reduce(x, group, op=dist.ReduceOp.SUM):
     return x
 
 
-def all_to_all(x, send, receive, group):
-    """Rows (dim 0) of x go out, send[r] of them to rank r; receive[r] rows come in from rank r."""
-    if group.size() == 1:
-        return x
-    out = x.new_empty(sum(receive), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), receive, send, group=group)
-    return out
-
-
 class SeqAllToAll(torch.autograd.Function):
-    """DeepSpeed's. The backward is the same exchange with the counts swapped: each row's gradient
-    returns to the rank that the row came from."""
+    """DeepSpeed's. Of x's rows (dim 0) send[r] go to rank r, and receive[r] rows come from rank r.
+    The backward swaps the counts: a row's gradient returns to where the row came from."""
 
     @staticmethod
     def forward(ctx, x, send, receive, group):
         ctx.send, ctx.receive, ctx.group = send, receive, group
-        return all_to_all(x, send, receive, group)
+        if group.size() == 1:
+            return x
+        out = x.new_empty(sum(receive), *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), receive, send, group=group)
+        return out
 
     @staticmethod
     def backward(ctx, grad):
-        return all_to_all(grad, ctx.receive, ctx.send, ctx.group), None, None, None
+        return SeqAllToAll.apply(grad, ctx.receive, ctx.send, ctx.group), None, None, None
 
 
 def tokens_to_heads(x, counts, group):
-    """All heads of this rank's tokens (b, heads, s/P, d) -> its heads of all tokens (b, heads/P, s,
-    d). counts: how many heads each rank attends with; they differ where P does not divide heads."""
+    """(b, heads, s/P, d), all heads of own tokens -> (b, heads/P, s, d), own heads of all tokens.
+    counts[r]: heads of rank r; they differ where P does not divide heads."""
     receive = [counts[group.rank()]] * group.size()
     rows = SeqAllToAll.apply(x.transpose(0, 1), counts, receive, group)  # a row: (b, s/P, d)
-    rows = rows.unflatten(0, (group.size(), -1))  # (P, heads/P, b, s/P, d): P in order of tokens
+    rows = rows.unflatten(0, (group.size(), -1))  # (P, heads/P, b, s/P, d); by rank is by token
     return rows.permute(2, 1, 0, 3, 4).flatten(2, 3)
 
 
 def heads_to_tokens(x, counts, group):
-    """A rank's heads of all tokens (b, s, heads/P, d) -> all heads of its tokens (b, s/P, heads,
-    d): the way back, from and to the order of heads and tokens in which HF's attention returns."""
+    """The inverse, with tokens before heads, as HF's attention returns them: (b, s, heads/P, d),
+    own heads of all tokens -> (b, s/P, heads, d), all heads of own tokens."""
     send = [counts[group.rank()]] * group.size()
     rows = x.unflatten(1, (group.size(), -1)).permute(1, 3, 0, 2, 4)  # (P, heads/P, b, s/P, d)
     rows = SeqAllToAll.apply(rows.flatten(0, 1), send, counts, group)  # (heads, b, s/P, d)
     return rows.permute(1, 2, 0, 3)
 
 
-# ---- 3. Sharding LLaMA, and what the backward keeps of it ----------------------------------------
+# ---- 3. Sharding LLaMA and its relatives, and recomputation --------------------------------------
 
 
 # Copied from tp.py
@@ -177,31 +171,32 @@ def split(n, rank, world):
 
 # Copied from tp.py
 def head_range(config, rank, world):
-    """Query heads [q0, q1) and KV heads [k0, k1) of a rank; how many ranks hold the same KV heads.
+    """Returns (q0, q1), (k0, k1), replicas: a rank has query heads [q0, q1) and KV heads [k0, k1),
+    and `replicas` ranks have these same KV heads.
 
     With world <= kv_heads whole KV groups (a KV head and the query heads that read it) are dealt
     out; with more ranks than KV heads, `replicas` ranks share one and deal out its query heads.
     """
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    queries = heads // kv_heads  # query heads per KV head
+    per_kv = heads // kv_heads  # query heads that read a KV head
     possible = [w for w in range(1, heads + 1) if w <= kv_heads or w % kv_heads == 0]
     if world not in possible:
         problem = f"{heads} heads with {kv_heads} KV heads cannot be split over {world} ranks"
         raise UsageError(f"{problem}; {', '.join(map(str, possible))} ranks would work")
     if world <= kv_heads:
         k0, k1 = split(kv_heads, rank, world)
-        return (k0 * queries, k1 * queries), (k0, k1), 1
+        return (k0 * per_kv, k1 * per_kv), (k0, k1), 1
     replicas = world // kv_heads
     k = rank // replicas
-    q0, q1 = split(queries, rank % replicas, replicas)
-    return (k * queries + q0, k * queries + q1), (k, k + 1), replicas
+    q0, q1 = split(per_kv, rank % replicas, replicas)
+    return (k * per_kv + q0, k * per_kv + q1), (k, k + 1), replicas
 
 
 # Copied from tp.py
 def mark(tensor, shard=None, replicas=1, sum_over=None):
     """Note on a tensor which shard (dim, start, end) of the full one it is (None: all of it), how
-    many ranks hold the same, and over which group its gradient has to be summed (None: it has not).
-    The step below reads sum_over, the proof (section 5) the others."""
+    many ranks hold the same, and the group over which to sum its gradient (None: no sum).
+    train_step() reads sum_over, the proof of section 5 the others."""
     tensor.shard, tensor.replicas, tensor.sum_over = shard, replicas, sum_over
     return tensor
 
@@ -218,21 +213,20 @@ def ulysses_attention(stock, group, module, query, key, value, mask, **others):
     query (b, heads, s/P, d), key and value (b, KV heads, s/P, d) -> (b, s/P, heads, d).
     """
     queries, keys = head_counts(module.config, group.size())
-    if len(keys) > module.config.num_key_value_heads:
-        # A KV head is sent to every rank that needs it; the backward sums what these send back
-        replicas = len(keys) // module.config.num_key_value_heads
-        key = key.repeat_interleave(replicas, 1)
-        value = value.repeat_interleave(replicas, 1)
+    # A KV head is sent to every rank that needs it; the backward sums what these send back
+    replicas = sum(keys) // key.shape[1]
+    if replicas > 1:
+        key, value = (x.repeat_interleave(replicas, 1) for x in (key, value))
     query = tokens_to_heads(query, queries, group)
     key = tokens_to_heads(key, keys, group)
     value = tokens_to_heads(value, keys, group)
-    out, weights = stock(module.as_on_this_rank, query, key, value, mask, **others)
+    out, weights = stock(module.on_this_rank, query, key, value, mask, **others)
     return heads_to_tokens(out, queries, group), weights  # out: (b, s, heads/P, d)
 
 
 # Copied from sp_megatron.py
 def all_tokens_mask(stock, group, q_length, kv_length, **others):
-    """HF's mask function `stock`, for all tokens, where HF asks for the s/P that it is given."""
+    """HF's mask function `stock`, called for all tokens. HF asks for a mask of the s/P it sees."""
     return stock(q_length=q_length * group.size(), kv_length=kv_length * group.size(), **others)
 
 
@@ -245,35 +239,35 @@ def attend_with_ulysses(model, group, args):
     transformers.AttentionMaskInterface.register("ulysses", mask)
     model.set_attn_implementation("ulysses")
     queries, keys = (counts[group.rank()] for counts in head_counts(model.config, group.size()))
+    # HF's attention functions ask their module how many queries share a KV head, and flash asks its
+    # config for the kernel: give them another, since the layer's own answers are the whole model's
+    config = SimpleNamespace(_attn_implementation=args.attention)
+    module = SimpleNamespace(num_key_value_groups=queries // keys, is_causal=True, config=config)
+    module.training = True
     for layer in model.model.layers:
-        # HF's attention functions look up in their module how many queries share a KV head, and
-        # flash in its config which kernel to use; both are different from the module's own
-        stand_in = SimpleNamespace(num_key_value_groups=queries // keys, is_causal=True)
-        stand_in.training = True
-        stand_in.config = SimpleNamespace(_attn_implementation=args.attention)
-        layer.self_attn.as_on_this_rank = stand_in
+        layer.self_attn.on_this_rank = module
 
 
 # Copied from tp.py
 def recompute_layers(model):
-    """Keep the input of each layer only; before its backward run its forward again, with its hooks
-    and collectives, up to the last tensor that the backward needs (arXiv 1604.06174)."""
+    """Keep each layer's input only. The layer's backward first runs its forward again, hooks and
+    collectives included, up to the last tensor that it needs (arXiv 1604.06174)."""
     enable = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.23
     enable = enable or model.gradient_checkpointing_enable  # its name before
     enable({"use_reentrant": False})
 
 
 class UlyssesLlama(nn.Module):
-    """HF's LlamaModel and head under HF's names. Its forward is all of a step that needs weights:
-    fully_shard gathers them when a module's forward begins, and frees them when it ends."""
+    """HF's decoder and head under HF's names. All use of weights is inside forward(), since
+    fully_shard (--shard-weights) gathers them when it begins, and frees them when it ends."""
 
     def __init__(self, model):
         super().__init__()
         self.model, self.lm_head, self.config = model.model, model.lm_head, model.config
 
     def forward(self, ids, labels, group, args):
-        """This rank's summand of the mean loss of ids (b, s); without labels its logits."""
-        hidden = final_hidden_states(self, ids, group, args)
+        """This rank's share of the mean loss of ids (b, s); without labels its logits."""
+        hidden = final_hidden_states(self, ids, group)
         if labels is None:
             return self.lm_head(hidden)
         return mean_loss(self, hidden, labels, group, args)
@@ -288,11 +282,13 @@ def parallelize(model, group, args):
     if args.shard_weights:
         shard_weights(model, group, args)
     for parameter in model.parameters():
-        if not args.shard_weights:  # replicated, but a rank's tokens give a part of the gradient
-            mark(parameter, replicas=group.size(), sum_over=group if group.size() > 1 else None)
-        else:  # the proof gathers DTensors on every rank. A weight that fully_shard forgot is none:
-            # it has replicas=1 on each rank, and its coverage is P, not 1
+        if (
+            args.shard_weights
+        ):  # the proof gathers a DTensor, so that each rank has a replica of it.
+            # A weight that fully_shard forgot keeps 1 on each rank, and the proof finds P of it
             mark(parameter, replicas=group.size() if isinstance(parameter, DTensor) else 1)
+        else:  # replicated; a rank's tokens give a part of the gradient
+            mark(parameter, replicas=group.size(), sum_over=group if group.size() > 1 else None)
     return model
 
 
@@ -320,33 +316,33 @@ def own_tokens(x, group, padding):
 
 
 def sum_of_losses(model, hidden, targets):
-    """Sum of -log softmax(logits)[target] of c tokens a sequence, hidden (b, c, h); 0 if IGNORE.
-
-    By hand, since F.cross_entropy sums a large vocabulary too coarsely in float32 on a CPU.
-    """
+    """Sum of -log softmax(logits)[target] of hidden (b, c, h), c tokens of each sequence. A token
+    whose target is IGNORE adds none. By hand: in float32 F.cross_entropy sums a large vocabulary
+    too coarsely on a CPU."""
     logits = model.lm_head(hidden)  # (b, c, v)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits = logits - logits.detach().max(-1, keepdim=True).values  # at most 0: exp stays finite
-    target_logit = logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0]  # IGNORE < 0
+    target_logit = logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0]  # IGNORE is negative
     loss = logits.exp().sum(-1).log() - target_logit  # (b, c)
     return loss.masked_fill(targets == IGNORE, 0).sum()
 
 
 # Copied from sp_megatron.py
 def tokens_per_chunk(length, group, args):
-    """How many of a rank's `length` tokens have logits at a time."""
+    """Tokens of each sequence on a rank in a chunk of the loss."""
     return length if args.loss == "full" else max(1, LOSS_CHUNK // args.batch)
 
 
 def mean_loss(model, hidden, labels, group, args):
-    """This rank's summand of the mean loss over all targets, from its hidden (b, s/P, h)."""
+    """This rank's share of the mean loss over all targets, from its hidden (b, s/P, h)."""
     chunk = tokens_per_chunk(hidden.shape[1], group, args)
     # The target of a token is the next one. Shifted before the split: a rank's last token predicts
     # the next rank's first
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
-    count = (targets != IGNORE).sum()  # all ranks': they are not evenly spread
+    count = (targets != IGNORE).sum()  # of all ranks, which may have more or fewer of them
+    targets = own_tokens(targets, group, IGNORE)
     total = 0
-    for h, t in zip(hidden.split(chunk, 1), own_tokens(targets, group, IGNORE).split(chunk, 1)):
+    for h, t in zip(hidden.split(chunk, 1), targets.split(chunk, 1)):
         if args.loss == "full":
             total += sum_of_losses(model, h, t)
         else:  # logits of one chunk at a time, recomputed in the backward
@@ -354,15 +350,15 @@ def mean_loss(model, hidden, labels, group, args):
     return total / count
 
 
-def final_hidden_states(model, ids, group, args):
+def final_hidden_states(model, ids, group):
     """Output of the final norm for this rank's tokens, (b, s/P, h). ids (b, s): all tokens."""
     last = ids.shape[1] - 1
     ids = own_tokens(ids, group, 0)  # padding comes last: no token before it attends to it
     size = ids.shape[1]
     first = group.rank() * size
-    positions = torch.arange(group.size() * size, device=ids.device)[None]  # as in attention
+    positions = torch.arange(group.size() * size, device=ids.device)  # of all: attention has them
 
-    def without_padding(rotary, args, kwargs):  # the last position may decide on the frequencies
+    def without_padding(rotary, args, kwargs):  # longrope chooses frequencies by the last position
         hidden, positions = *args, *kwargs.values()
         return (hidden, positions.clamp(max=last)), {}
 
@@ -372,7 +368,7 @@ def final_hidden_states(model, ids, group, args):
     rotary = model.model.rotary_emb
     with rotary.register_forward_pre_hook(without_padding, with_kwargs=True):
         with rotary.register_forward_hook(own_rotations):
-            outputs = model.model(input_ids=ids, position_ids=positions, use_cache=False)
+            outputs = model.model(input_ids=ids, position_ids=positions[None], use_cache=False)
     return outputs.last_hidden_state
 
 
@@ -387,18 +383,18 @@ def train_step(model, ids, labels, group, args, backward=True):
 
 # Copied from tp.py
 def sum_gradients(model):
-    """Sum the gradients of which each rank has a part over the ranks that have the others."""
+    """Sum each gradient of which ranks have a part only over these ranks, as marked."""
     for parameter in model.parameters():
         if parameter.sum_over is not None:  # in place: no second gradient
             dist.all_reduce(parameter.grad, group=parameter.sum_over)
 
 
-# What only sections 5 and 6 ask of this script follows.
+# The rest of this section serves sections 5 and 6 alone.
 
 
 # Copied from tp.py
 def full_tensor(tensor):
-    """All of a DTensor (of --dtensor, or sp_ulysses.py --shard-weights); any other as it is."""
+    """A DTensor (tp.py --dtensor, sp_ulysses.py --shard-weights) gathered; any other as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -408,7 +404,7 @@ def grad_norm(model, group):
     total = torch.zeros((), dtype=torch.float64)
     for p in model.parameters():
         total += full_tensor(p.grad).double().square().sum().cpu() / p.replicas
-    dist.all_reduce(total, group=group)  # of a number on the CPU, by gloo beside NCCL
+    dist.all_reduce(total, group=group)  # on the CPU: by gloo, which start() puts beside NCCL
     return total.sqrt()
 
 
@@ -431,20 +427,22 @@ def expected_traffic(model, group, args):
     # Bytes of one head of this rank's tokens
     head = args.batch * math.ceil(args.length / world) * element
     head *= model.model.layers[0].self_attn.head_dim
-    # The message of an all-to-all is what this rank has: before it all heads of its tokens, after
-    # it its heads of all tokens; so for queries and output, and for keys and values
+    # The message of an all-to-all is its input: before attention all heads of own tokens, after it
+    # own heads of all tokens; so for queries and output, and for keys and values
     q, kv = sum(queries) * head, sum(keys) * head
     own_q, own_kv = queries[group.rank()] * world * head, keys[group.rank()] * world * head
-    forward = 4 * layers, layers * (q + 2 * kv + own_q)  # of q, k, v; of the output
+    forward = "all_to_all", 4 * layers, layers * (q + 2 * kv + own_q)  # of q, k, v; of the output
     rows = [
-        ("forward", "all_to_all", *forward),
+        ("forward", *forward),
         ("backward", "all_to_all", 4 * layers, layers * (own_q + 2 * own_kv + q)),  # gradients back
         ("forward", "all_reduce", 1, max(4, element)),  # the loss, in float32 or wider
     ]
     if args.recompute == "full":  # every layer's forward again, up to the MLP's last matrix product
-        rows += [("backward", "all_to_all", *forward)]
+        rows += [("backward", *forward)]
     weights = list(model.parameters())
-    if args.shard_weights:  # a message for each layer, and one for the rest; rows that P divides
+    if (
+        args.shard_weights
+    ):  # a message for each layer, one for the rest; rows padded to P's multiple
         size = sum(math.ceil(len(p) / world) * world * p[0].numel() for p in weights) * element
         rows += [("forward", "all_gather", layers + 1, size)]
         rows += [("backward", "all_gather", layers + 1, size)]
@@ -460,11 +458,11 @@ OWN_MODES = {}  # of this script alone: {name: function like check_correctness()
 
 
 def finalize_args(args, world):
-    """Fill in what depends on other options; UsageError where world ranks cannot do it."""
+    """The script's own defaults; UsageError where world ranks cannot do it."""
     args.batch = args.batch or 3
-    head_range(args.config, 0, world)
+    head_range(args.config, 0, world)  # raises
     if args.shard_weights and world == 1:
-        raise UsageError("--shard-weights needs another rank to shard weights with; 2 ranks would")
+        raise UsageError("--shard-weights needs another rank to share weights with; 2 would do")
 
 
 # The lesson ends here; what follows proves and measures it.
@@ -476,7 +474,7 @@ def finalize_args(args, world):
 # Largest relative errors. float64 is the proof; the others' rounding hides small mistakes
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bfloat16": 2e-1}
 LEARNING_LIMIT = {"float64": 1e-9, "float32": 1e-2, "bfloat16": 2e-1}
-IS_RANK0 = "LOCAL_RANK" not in os.environ or os.environ.get("RANK") == "0"  # torchrun sets both
+IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ
 
 
 def print_table(rows):
@@ -491,7 +489,7 @@ def print_table(rows):
 
 
 def gather_objects(value, group):
-    """Every rank's value, in a list; it is a barrier, too. A fake rank has only its own."""
+    """Every rank's value, in a list; it is a barrier, too. A fake peer has none."""
     if dist.get_backend(group) == "fake":
         return [value]
     values = [None] * group.size()
@@ -500,12 +498,14 @@ def gather_objects(value, group):
 
 
 def upcasts_in_float64(args):
-    """A context, for the proof only: HF computes norms, softmax and rotary embedding in
-    torch.float32, in a float64 model, too. Within it HF's code finds float64 under that name."""
+    """A context for --dtype float64. HF computes norms, softmax and rotary embedding in
+    torch.float32 whatever the model's dtype; in the context its code finds float64 there."""
+    if args.dtype != "float64":
+        return contextlib.nullcontext()
     family = args.config.model_type
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    wide = {"float32": torch.float64} if args.dtype == "float64" else {}
-    return mock.patch.object(modeling, "torch", SimpleNamespace(**vars(torch) | wide))
+    names = vars(torch) | {"float32": torch.float64}
+    return mock.patch.object(modeling, "torch", SimpleNamespace(**names))
 
 
 def load_model(args):
@@ -546,11 +546,11 @@ def proof_batch(args, group, step=1):
     ids = torch.randint(vocabulary, (args.batch, length), generator=generator)
     first_rows = [split(vocabulary, rank, group.size())[0] for rank in range(group.size())]
     special = [args.config.pad_token_id or 0, *first_rows, *(row - 1 for row in first_rows)]
-    special = torch.tensor(special) % vocabulary
+    special = torch.tensor(special) % vocabulary  # the row before the first is the last
     ids[0, 1 : 1 + len(special)] = special[: length - 1]
     labels = ids.clone()
-    labels[0::3, length // 2 : length * 3 // 4] = IGNORE
-    labels[2::3, length // 2 + 1 :] = IGNORE
+    labels[0::3, length // 2 : length * 3 // 4] = IGNORE  # a quarter of sequences 0, 3, ...
+    labels[2::3, length // 2 + 1 :] = IGNORE  # almost half of sequences 2, 5, ...
     return ids.to(args.device), labels.to(args.device)
 
 
@@ -569,33 +569,32 @@ def sgd(model, lr):
 
 
 def take_steps(model, args, group, parallel):
-    """{(step, kind, name): tensor} of three SGD steps, by this script (parallel) or HF's model.
-
-    Tensors are marked as mark() does it; each rank has a replica of HF's. Step 3 has logits of
-    hundreds, whose exp() is infinite (not in float32 and bfloat16: there rounding decides).
+    """{(step, kind, name): tensor} of three SGD steps, by this script (parallel) or HF's model,
+    each tensor marked as the parameter is; what is not marked, every rank has in full. Step 3 has
+    logits of up to thousands, whose exp() overflows; in float64 alone: else rounding decides.
     """
     found = {}
+    step_function = train_step if parallel else reference_step
 
-    def keep(step, kind, name, tensor, shard=None, replicas=group.size()):  # noqa: B008
+    def keep(step, kind, name, tensor, marked=None):
+        shard, replicas = getattr(marked, "shard", None), getattr(marked, "replicas", group.size())
         tensor = torch.atleast_1d(full_tensor(tensor.detach()).clone())
         found[step, kind, name] = mark(tensor, shard, replicas)
 
-    for parameter in () if parallel else model.parameters():
-        mark(parameter, replicas=group.size())
+    for name, p in model.named_parameters():  # as they were cut
+        keep(1, "weight", name, p, p)
     for step in (1, 2, 3) if args.dtype == "float64" else (1, 2):
         if step == 3:
             model.model.norm.register_forward_hook(lambda module, x, out: 512 * out)
-        for name, p in model.named_parameters() if step == 1 else ():  # as they were cut
-            keep(step, "weight", name, p, p.shard, p.replicas)
         ids, labels = proof_batch(args, group, step)
         with torch.no_grad():
-            logits = local_logits(model, ids, group, args) if parallel else mark(model(ids).logits)
+            logits = local_logits(model, ids, group, args) if parallel else model(ids).logits
         if logits is not None:  # of a pipeline only the last stage has them
-            keep(step, "logits", "logits", logits, logits.shard, logits.replicas)
-        loss = (train_step if parallel else reference_step)(model, ids, labels, group, args)
+            keep(step, "logits", "logits", logits, logits)
+        loss = step_function(model, ids, labels, group, args)
         keep(step, "loss", "loss", loss)
         for name, p in reversed(list(model.named_parameters())):  # as the backward reaches them
-            keep(step, "grad", name, p.grad, p.shard, p.replicas)
+            keep(step, "grad", name, p.grad, p)
         grads = [p.grad.double() for p in model.parameters()]
         norm = grad_norm(model, group) if parallel else nn.utils.get_total_norm(grads)
         keep(step, "grad_norm", "grad_norm", norm)
@@ -606,31 +605,36 @@ def take_steps(model, args, group, parallel):
 def compare(found, expected, args, group):
     """Rows of --json: the error of each tensor over all ranks, and its coverage.
 
-    An error is relative to the norm of the tensor, or a thousandth of that of all of its kind: some
-    gradients are zero but for rounding. In float32 and bfloat16: to that of all of its kind.
-    Coverage: how often a tensor exists, replicas counted once. Not 1: lost in part, or not sharded.
+    An error is relative to the tensor's norm, or to a thousandth of the norm of all tensors of its
+    kind if that is larger: some gradients are zero but for rounding. In float32 and bfloat16: to
+    the norm of all of its kind. Coverage: how often a tensor exists, replicas counted once; below
+    1 a part is lost, above 1 it is not sharded.
     """
-    own = torch.zeros(len(expected), 2, dtype=torch.float64)  # square of the error; coverage
-    squares = Counter()  # of the norm of each tensor, and of all of a kind
-    for row, (key, full) in zip(own, expected.items()):
-        squares[key] = full.double().square().sum().item()
-        squares[key[:2]] += squares[key]
-        if key in found:  # it may be another rank's alone: a layer, a bias
-            tensor = found[key]
+    errors = torch.zeros(len(expected), dtype=torch.float64)  # squared, on this rank
+    coverage = torch.zeros(len(expected), dtype=torch.float64)
+    squares = Counter()  # of norms, by (step, kind, name) and by (step, kind)
+    for i, ((step, kind, name), full) in enumerate(expected.items()):
+        squares[step, kind, name] = square = full.double().square().sum().item()
+        squares[step, kind] += square
+        if (step, kind, name) in found:  # it may be another rank's alone: a layer, a bias
+            tensor = found[step, kind, name]
             dim, start, end = tensor.shard or (0, 0, len(full))
             part = full.narrow(dim, start, end - start)
             error = tensor - part if tensor.shape == part.shape else torch.tensor(math.inf)
-            row[0] = error.double().square().sum() / tensor.replicas
-            row[1] = part.numel() / full.numel() / tensor.replicas
+            errors[i] = error.double().square().sum() / tensor.replicas
+            coverage[i] = part.numel() / full.numel() / tensor.replicas
+    by_rank = torch.stack(gather_objects(errors, group))  # (P, tensors)
+    coverage = sum(gather_objects(coverage, group))
     rows = []
-    for key, ranks in zip(expected, torch.stack(gather_objects(own, group)).unbind(1)):
-        error, coverage = ranks.sum(0).tolist()
-        least = squares[key[:2]] * (1e-6 if args.dtype == "float64" else 1)
-        error = math.sqrt(error / (max(squares[key], least) or 1.0))
-        row = {"name": key[2], "kind": key[1], "step": key[0], "rank": ranks[:, 0].argmax().item()}
-        row |= {"coverage": coverage, "relative_error": error, "limit": LIMIT[args.dtype]}
-        close = error <= row["limit"]  # False for NaN
-        rows.append(row | {"passed": close and abs(coverage - 1) < 1e-9})
+    for i, (step, kind, name) in enumerate(expected):
+        least = squares[step, kind] * (1e-6 if args.dtype == "float64" else 1)
+        square = max(squares[step, kind, name], least) or 1.0
+        error = math.sqrt(by_rank[:, i].sum() / square)
+        row = {"name": name, "kind": kind, "step": step, "rank": by_rank[:, i].argmax().item()}
+        row |= {"coverage": coverage[i].item(), "relative_error": error}
+        close = error <= LIMIT[args.dtype]  # False for NaN
+        row |= {"limit": LIMIT[args.dtype], "passed": close and abs(row["coverage"] - 1) < 1e-9}
+        rows.append(row)
     return rows
 
 
@@ -641,16 +645,15 @@ def check_correctness(args, group):
     found = take_steps(model, args, group, parallel=True)
     rows = compare(found, expected, args, group)
     wrong = [row for row in rows if not row["passed"]]
-    nearest = sorted(rows, key=lambda row: row["relative_error"], reverse=True)
-    result = {"tolerance": LIMIT[args.dtype], "passed": not wrong, "worst": nearest[0]}
+    by_error = sorted(rows, key=lambda row: row["relative_error"], reverse=True)
+    result = {"tolerance": LIMIT[args.dtype], "passed": not wrong, "worst": by_error[0]}
     for name in ("loss", "grad_norm"):
         one_device, parallel = (x[1, name, name].item() for x in (expected, found))
         result |= {f"{name}_reference": one_device, name: parallel}
         print(f"  {name:10}  one device {one_device:.8g}, parallel {parallel:.8g}")
     print(f"\n  {'Wrong' if wrong else 'The largest errors'}, of {len(rows)} tensors in all steps")
     print("  (coverage: how often a tensor exists over all ranks, replicas counted once):")
-    columns = ("name", "kind", "step", "rank", "coverage", "relative_error", "limit")
-    print_table([{name: row[name] for name in columns} for row in (wrong or nearest)[:8]])
+    print_table((wrong or by_error)[:8])
     summary = f"logits, loss and all gradients are within {LIMIT[args.dtype]} of one device's"
     if wrong:
         summary = f"{len(wrong)} of {len(rows)} tensors are wrong, the first: {wrong[0]['name']}"
@@ -676,8 +679,9 @@ def check_learning(args, group):
     errors = [abs(loss / reference - 1) for loss, reference in zip(losses, references)]
     errors = sum(gather_objects(errors, group), [])
     fall = 1 - losses[-1] / losses[0]
-    passed = fall > 0 and all(error <= LEARNING_LIMIT[args.dtype] for error in errors)  # no NaN is
+    close = all(error <= LEARNING_LIMIT[args.dtype] for error in errors)  # False for NaN
     summary = f"losses within {max(errors):.1e} of one device's, and down by {fall:.0%}"
+    passed = close and fall > 0
     return summary, {"passed": passed, "loss": losses, "loss_reference": references}
 
 
@@ -693,7 +697,7 @@ class Meter(TorchDispatchMode):
         self.bytes = Counter()
         self.peak = 0
         self.alive = weakref.WeakValueDictionary()  # storages: several tensors may share one
-        self.see(gc.get_objects())
+        self.see(gc.get_objects())  # what exists already
 
     def see(self, values):
         """The tensors among values; not DTensors and FakeTensors, which have no data."""
@@ -714,21 +718,21 @@ class Meter(TorchDispatchMode):
         name = func._opname.replace("_", "")
         for op in self.OPS:
             if "c10d" in func.namespace and name.startswith(op.replace("_", "")):
-                message = inputs[-1:] if op == "all_to_all" else inputs + outputs
+                message = inputs[-1:] if op == "all_to_all" else inputs + outputs  # (out, in)
                 self.calls[op] += 1
                 self.bytes[op] += max(x.nbytes for x in message)
         return out
 
 
 def compare_traffic(forward, step, expected):
-    """Rows of --json: what this rank sent, beside the rows of expected_traffic(). From Meters of a
-    forward alone, and of a step: what the step has more is the backward's."""
+    """Rows of --json: what this rank sent, beside the rows of expected_traffic(). The backward's is
+    what the Meter of a step has more than that of a forward alone."""
     rows = []
     for phase, op in product(("forward", "backward"), Meter.OPS):
         calls, size = forward.calls[op], forward.bytes[op]
         if phase == "backward":
             calls, size = step.calls[op] - calls, step.bytes[op] - size
-        wanted = [entry[2:] for entry in expected if entry[:2] == (phase, op)]
+        wanted = [(calls, size) for *key, calls, size in expected if key == [phase, op]]
         row = {"phase": phase, "op": op, "count": calls, "bytes": size}
         row["expected_count"] = sum(calls for calls, _ in wanted)
         row["expected_bytes"] = sum(size for _, size in wanted)
@@ -783,12 +787,6 @@ def check_benchmark(args, group):
 # ---- 6. Command line: the same in all four scripts -----------------------------------------------
 
 MODES = {"correctness": check_correctness, "learning": check_learning, "benchmark": check_benchmark}
-WHY_NOT = {  # the family of a model that cannot be sharded here, by how its name begins
-    "granite": "it multiplies embeddings, residuals and logits",
-    "gemma": "it multiplies embeddings and has other norms",
-    "phi": "its q, k and v are one matrix",
-    "glm": "its gate and up are one matrix",
-}
 
 
 def find_model(name):
@@ -804,18 +802,18 @@ def find_model(name):
         source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     elif not path.is_dir() and (path.exists() or "/" not in name or name[0] in "./~"):
         raise UsageError(f"no model {name}: a directory, a .gguf file or {list(PRESETS)} would do")
-    try:  # the entries of config.json; what code the model brings is not run
+    try:  # the entries of config.json; no code that the model brings is run
         entries, _ = transformers.PreTrainedConfig.get_config_dict(**source)
-        family = str(entries.get("model_type"))
-        known = family in FAMILIES
-        config = transformers.AutoConfig.for_model(**entries) if known else None
+        family = entries.get("model_type")
+        config = transformers.AutoConfig.for_model(**entries) if family in FAMILIES else None
     except Exception as problem:  # of many kinds
         raise UsageError(f"cannot read the model {name}: {problem!r}") from None
-    if not known:
-        why = "".join(why for begin, why in WHY_NOT.items() if family.startswith(begin))
-        if any("experts" in key for key in entries):
-            why = "it has experts, which labs/lab12_experts.py is about"
-        raise UsageError(f"{name}: {family}: {why or 'not proved'}; {', '.join(FAMILIES)} would do")
+    if config is None:
+        others = (
+            "scale logits (granite, gemma), fuse projections (phi3, glm), have experts (lab 12)"
+        )
+        would = f"{', '.join(FAMILIES)} would do; others {others} or are not proved"
+        raise UsageError(f"{name} is a model of type {family}; {would}")
     if "quantization_config" in entries or (path / "adapter_config.json").exists():
         raise UsageError(f"{name} is quantized or has an adapter; plain weights would do")
     if entries.get("attention_dropout"):
@@ -848,7 +846,7 @@ def parse(argv):
     for name, value in vars(args).items():
         least = {"seed": 0, "length": 2}.get(name, 1)  # one token has no next one to predict
         if type(value) is int and not least <= value < 1 << 31:
-            parser.error(f"--{name.replace('_', '-')} {value} is out of range; {least} would do")
+            parser.error(f"--{name.replace('_', '-')} {value}: {least} to 2**31 - 1 would do")
     if args.backend == "fake" and args.mode != "benchmark":
         parser.error("--backend fake computes no real values: --mode benchmark only")
     if args.attn == "flash" and args.dtype != "bfloat16":

@@ -278,8 +278,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         target_logit = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0)
         both = torch.stack([target_logit, shifted.exp_().sum(-1)])
         target_logit, sum_exp = all_reduce(both, group)
-        # Kept apart: added up, peak + log(sum_exp), they would be rounded to the digits of a logit
-        # (of 300 in float32: to 3e-5), and softmax - 1 of a confident prediction is smaller
+        # Kept apart: their sum, peak + log(sum_exp), would be rounded like a logit (in float32 a
+        # logit of 300 to 3e-5), and softmax - 1 of a confident prediction is smaller than that
         ctx.save_for_backward(logits, column, elsewhere, peak, sum_exp)
         return sum_exp.log() - target_logit
 
@@ -287,7 +287,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad):  # d loss / d logits = softmax - one_hot(target): no communication
         logits, column, elsewhere, peak, sum_exp = ctx.saved_tensors
         softmax = (logits - peak).exp_().div_(sum_exp[:, None])
-        softmax.scatter_add_(-1, column, -(~elsewhere)[:, None].to(softmax.dtype))
+        softmax.scatter_add_(-1, column, elsewhere[:, None].to(softmax.dtype) - 1)
         return softmax.mul_(grad[:, None]).to(logits.dtype), None, None, None
 
 

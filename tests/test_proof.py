@@ -321,7 +321,7 @@ def only_its_own(script, put, argv, patience=5.0):
 
 
 FULL = {
-    "tp.py": '    for name, parameter in model.named_parameters():\n        if "norm" in name:  #',
+    "tp.py": "    for layer in model.model.layers:\n        attention, mlp = ",
     "sp_ulysses.py": "    if args.shard_weights:\n        shard_weights(model",
     "pp.py": "    for i, layer in enumerate(layers):",
 }

@@ -19,11 +19,12 @@ MORE = {  # operations of the scripts that the lesson's programs do without
     "modulo": ("none", "s->s", ""),  # positions, number by number
     "roll_heads": ("add", "bsnd->bsnd", "n"),
     "roll_sequences": ("none", "bs->bs", "b"),
+    "head_norm": ("last", "bsnd,d->bsnd", "d"),
     "transposed": ("add", "oi->io", ""),
     "gather_gradless": ("none", "*->*", ""),
 }
 SHAPES = KNOWN | {"labels": (B, LENGTH), "own_count": (), "received": (B, LENGTH, H)}
-SHAPES |= {"norm": (H,), "square": (H, H), "own_positions": (LENGTH // 2,)}
+SHAPES |= {"norm": (H,), "q_norm": (finished.D,), "square": (H, H), "own_positions": (LENGTH // 2,)}
 SHAPES |= {"own_tokens": (B, LENGTH // 2, H)}
 
 
@@ -115,6 +116,13 @@ def pp(o, /, ids, labels, table, norm, received, **w):
     return o.move(o.accumulate(*losses), "P", "I")
 
 
+def qk_norm(o, x, q, q_norm):
+    """What Qwen3 has beside LLaMA: a norm of each head, one weight for all heads."""
+    y = o.linear(o.move(x, "I", "R"), q)
+    return o.head_norm(o.reshape(y, (*y.shape[:2], -1, finished.D)), o.share(q_norm))
+
+
+QK_NORM = {"x": "I", "q": S(0), "q_norm": "I"}
 IDS = {"ids": "R", "labels": "R", "own_count": "V"}
 WEIGHTS = {"positions": "R", "norm1": "I", "norm2": "I", "norm": "I"}
 ROWS = dict.fromkeys(("q", "k", "v", "gate", "up", "table", "head"), S(0))
@@ -154,6 +162,7 @@ def operations(script):
     for name in ("turn", "label", "receive", "weigh"):
         setattr(o, name, lambda y: y)
     o.count = lambda loss, own: loss
+    o.share = lambda weight: o.move(weight, "I", "R")
     o.accumulate = o.add
     return o
 
@@ -178,6 +187,7 @@ CHANGES = {  # what a bug changes in the operations; the others change numbers a
     "tp all_reduce_both_ways": lambda o: instead(o, "P", "I", "R"),
     "tp local_softmax": lambda o: local_softmax(o),
     "sp_megatron local_softmax": lambda o: local_softmax(o),
+    "tp unsummed_qk_norm_gradient": lambda o: vars(o).update(share=lambda weight: weight),
     "sp_megatron unsummed_norm_gradient": lambda o: without(o, "I", "R"),
     "sp_ulysses missing_gradient_sum": lambda o: without(o, "I", "R"),
     "sp_megatron local_position_ids": lambda o: vars(o).update(turn=o.modulo),
@@ -289,6 +299,8 @@ def script_says(script, bug=None):
         return said(functools.partial(one_device_program, operations("")), ALL_THE_SAME, "I")
     o = operations(script)
     CHANGES.get(f"{script} {bug}", lambda o: None)(o)
+    if bug == "unsummed_qk_norm_gradient":
+        return said(functools.partial(qk_norm, o), QK_NORM, S(2))
     return said(functools.partial(program, o), types, "I")
 
 
