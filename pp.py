@@ -1,6 +1,6 @@
 """Pipeline parallelism for LLaMA in one file: GPipe, 1F1B, interleaved, Zero Bubble on HF's model.
 
-Every rank holds some of the layers, a stage, and sends the hidden states on. P = 2, 8 layers:
+Each of P ranks holds some of the layers, a stage, and sends hidden states on. P = 2, 8 layers:
 
     rank 0: embedding, layers 0..3          rank 1: layers 4..7, norm, head, loss
         ids (b, s)
@@ -21,14 +21,15 @@ interleaved: a rank has V = 2 stages (rank 0 layers 0, 1, 4, 5; small letters ar
 each half as long, so a column is half as much time. 1/V of the waiting, but more messages.
     rank 0   F0 F1 f0 f1 F2 .  b0 -- F3 b1 -- f2 B0 -- f3 B1 -- .  b2 -- .  b3 -- B2 -- B3 --
     rank 1   .  F0 F1 f0 b0 -- f1 b1 -- F2 B0 -- F3 B1 -- f2 b2 -- f3 b3 -- B2 -- B3 -- .  .
-zb: B computes only the gradient of the stage's input, for which the rank before it waits, and W the
-weights' gradients, for which no rank waits. F, B and W take equally long.
+zb: the backward is cut in two. B computes the gradient of the stage's input, for which the rank
+before it waits; W computes those of its layers' matrices, for which no rank waits. F, B and W take
+equally long.
     rank 0   F0 F1 .  B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
     rank 1   .  F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
 
 Cost: one (b, s, h) is sent forward and one back at each of the V P - 1 boundaries between stages:
-far less than tp.py's 4 all-reduces a layer. Weights, gradients and optimizer state shrink by P.
-Embeddings tied to the head are on the first and the last rank, and their gradients are summed once
+far less than tp.py's 4 all-reduces a layer. Weights, gradients and optimizer state shrink by P; but
+embeddings tied to the head are on the first and the last rank, and their gradients are summed once
 a step. Time is lost to the bubble, in which a rank waits. For M >= P this is (P-1)/(M+P-1) of the
 time with afab and 1f1b, (P-1)/(V M+P-1) interleaved, and (P-1)/(3 M+P-1) with zb.
 
@@ -109,7 +110,7 @@ class UsageError(Exception):
 
 class Action(NamedTuple):
     """A unit of a rank's work. kind F: forward; B: backward; W, only with zb: the gradients of the
-    linear layers' weights, which B then leaves out (the names of the Zero Bubble paper)."""
+    layers' linear weights, which B then leaves out (the names of the Zero Bubble paper)."""
 
     kind: str
     stage: int  # 0 to P V - 1; stage s is on rank s % P
@@ -151,12 +152,13 @@ def one_f_one_b(rank, P, M, V=1):
 def interleaved(rank, P, M, V):
     """Interleaved 1F1B (Megatron-LM, arXiv 2104.04473): a rank's stages are rank, rank + P, ...
     A group of P microbatches goes through the rank's first stage, then through its second, and so
-    on; then the next group. Where P does not divide M, groups are larger: with P = 2, V = 2, M = 5
-    they are microbatches 0, 1, 2 and 3, 4, and the ranks run (small letters: their second stage)
+    on; then the next group. Where P does not divide M > P, groups are larger: with P = 2, V = 2 and
+    M = 5 they are microbatches 0, 1, 2 and 3, 4, and the ranks run (small letters: their second
+    stage; gaps: where the warmup and the steady state end)
         rank 0   F0 F1 F2 f0 f1   f2 b0 F3 b1 F4 b2 f3 B0 f4 B1   B2 b3 b4 B3 B4
         rank 1   F0 F1 F2   f0 b0 f1 b1 f2 b2 F3 B0 F4 B1 f3 B2 f4 b3   b4 B3 B4
-    The warmup: the first group's forwards in all stages but the last (here 3), and 2 more for each
-    later rank, to which a microbatch has to go, and from which its gradient has to come back.
+    Warmup: the first group's forwards in all of the rank's stages but the last (here 3), and 2 more
+    for each later rank: one for the microbatch's way there, one for its gradient's way back.
     """
     group_count = max(1, M // P)
     groups = [range(*split(M, i, group_count)) for i in range(group_count)]
@@ -172,8 +174,9 @@ def interleaved(rank, P, M, V):
 
 
 def zero_bubble(rank, P, M, V=1):
-    """ZB-H1 (arXiv 2401.10241): 1F1B in which rank r runs r more B before a microbatch's W: other
-    ranks wait for a B, none for a W. So some W are left for the gaps of the cooldown."""
+    """ZB-H1 (arXiv 2401.10241): 1F1B in which rank r runs W of microbatch m after B of m + r. So it
+    keeps P - r microbatches from F to B and r more from B to W, P in all, as rank 0 does in 1F1B;
+    and r W are left for the gaps of the cooldown."""
     for action in one_f_one_b(rank, P, M):
         yield action
         if action.kind == "B" and action.microbatch >= rank:
@@ -185,9 +188,9 @@ def zero_bubble(rank, P, M, V=1):
 SCHEDULES = {"afab": afab, "1f1b": one_f_one_b, "interleaved": interleaved, "zb": zero_bubble}
 
 
-def received_from(action, stages):
-    """The action, of the stage before or after it, whose result an action starts from. None: the
-    first F starts from ids, the last B from the loss, and W from what its B has kept."""
+def source(action, stages):
+    """The action, of the stage before or after it, whose result an action starts from. None: F of
+    the first stage starts from ids, B of the last from the loss, W from what its B has kept."""
     if action.kind == "F" and action.stage > 0:
         return action._replace(stage=action.stage - 1)
     if action.kind == "B" and action.stage < stages - 1:
@@ -197,11 +200,9 @@ def received_from(action, stages):
 
 def needs(action, stages):
     """The actions, of this stage or another, that have to end before an action can begin."""
-    needed = [received_from(action, stages)]
-    if action.kind == "B":
-        needed.append(action._replace(kind="F"))
-    elif action.kind == "W":
-        needed.append(action._replace(kind="B"))
+    needed = [source(action, stages)]
+    if action.kind in "BW":
+        needed.append(action._replace(kind={"B": "F", "W": "B"}[action.kind]))
     return [need for need in needed if need is not None]
 
 
@@ -237,12 +238,12 @@ def faults(schedules, stages, M):
     stuck = [f"rank {rank} with {actions[0]}" for rank, actions in enumerate(left) if actions]
     if stuck:
         return [f"deadlock: these wait for each other: {', '.join(stuck)}"]
-    # Messages carry no tags: they have to be received in the order in which they are sent
+    # NCCL's messages have no tags: they have to be received in the order in which they are sent
     for rank, kind in product(range(P), "FB"):
-        sources = [received_from(a, stages) for a in schedules[rank] if a.kind == kind]
+        sources = [source(a, stages) for a in schedules[rank] if a.kind == kind]
         sender = (rank - 1) % P if kind == "F" else (rank + 1) % P
-        places = [schedules[sender].index(source) for source in sources if source is not None]
-        if places != sorted(places):
+        sent_at = [schedules[sender].index(sent) for sent in sources if sent is not None]
+        if sent_at != sorted(sent_at):
             return [f"rank {rank} takes {kind} in another order than rank {sender} sends it"]
     return []
 
@@ -258,13 +259,14 @@ def all_schedules(args, P):
 
 def bubble(rows, ranks):
     """The part of the time, from the first begin to the last end, that a rank waits on average."""
-    span = max(end for *_, end in rows) - min(begin for *_, begin, _ in rows)
-    return 1 - sum(end - begin for *_, begin, end in rows) / (ranks * span)
+    _, _, begins, ends = zip(*rows)
+    return 1 - (sum(ends) - sum(begins)) / (ranks * (max(ends) - min(begins)))
 
 
 def bubble_formula(P, M, V, forward, backward, weights=0.0):
-    """bubble() in closed form, from the times of a stage's F, B, W: a rank waits for P - 1 F (the
-    last rank: before its first) and P - 1 B (after its last). None: there is no closed form."""
+    """bubble() in closed form, from the times of a stage's F, B, W. The last rank waits for P - 1 F
+    before its first action and for P - 1 B after its last, and the others as long in all. None
+    where that does not hold: too few microbatches, or a W that is too long for the gaps."""
     if M < P or weights > min(forward, backward):
         return None
     busy = V * M * (forward + backward + weights)
@@ -280,14 +282,14 @@ def most_in_flight(actions):
 
 
 def open_channels(group, stages, args):
-    """Two dicts {kind: (peer, process group)}: to receive what an action of a kind starts from, and
-    to send its result. F sends to the next rank (the last to the first), B to the one before. One
-    group a direction: no message waits behind one that goes the other way. NCCL connects two ranks
-    at their first message, for which both wait: here, in one order on all ranks."""
+    """Two dicts {kind: (peer, process group)}: where an action of a kind receives its input from,
+    and where it sends its result. F sends to the next rank (the last to the first), B to the one
+    before. One group a direction: no message waits behind one that goes the other way. NCCL joins
+    two ranks at their first message, and both block: one is sent here, in one order on all."""
     ranks, P = dist.get_process_group_ranks(group), group.size()
     receive_channels, send_channels = {}, {}
     timeout = datetime.timedelta(seconds=args.timeout)
-    for stage in range(min(stages - 1, P)):  # boundaries with the next; later ones: same ranks
+    for stage in range(min(stages - 1, P)):  # boundaries; from the P-th on they join the same ranks
         before, after = ranks[stage % P], ranks[(stage + 1) % P]
         for kind, source, destination in ("F", before, after), ("B", after, before):
             channel = dist.new_group([source, destination], timeout)  # all ranks have to call it
@@ -307,7 +309,7 @@ def open_channels(group, stages, args):
 def mark(tensor, shard=None, replicas=1, sum_over=None):
     """Note on a tensor which shard (dim, start, end) of the full one it is (None: all of it), how
     many ranks hold the same, and the group over which to sum its gradient (None: no sum).
-    train_step() reads sum_over, the proof of section 5 the others."""
+    sum_gradients() reads sum_over, the proof of section 5 the others."""
     tensor.shard, tensor.replicas, tensor.sum_over = shard, replicas, sum_over
     return tensor
 
@@ -338,7 +340,8 @@ class LinearWithDeferredWeightGrad(torch.autograd.Function):
 
 
 class DeferredLinear(nn.Module):
-    """In an nn.Linear's place, with zb. left_to_w: (linear, x, dy), in a list that all share."""
+    """In an nn.Linear's place, with zb. left_to_w: a list, shared by all of them, of what one B
+    leaves to its W: tuples (linear, x, dy)."""
 
     def __init__(self, linear, left_to_w):
         super().__init__()
@@ -362,12 +365,12 @@ class Stage(nn.Module):
         super().__init__()
         self.input_name = "input_ids" if stage == 0 else "inputs_embeds"
         start, end = split(len(model.model.layers), stage, stages)
-        self.decoder = copy.copy(model.model)  # another LlamaModel of the same modules,
-        self.decoder._modules = model.model._modules.copy()  # in a dict of its own
+        self.decoder = copy.copy(model.model)  # another LlamaModel, which shares the modules
+        self.decoder._modules = model.model._modules.copy()  # but can put others in their place
         self.decoder.layers = model.model.layers[start:end]
         if stage < stages - 1:
             self.decoder.norm = nn.Identity()
-        if getattr(model.config, "layer_types", None):  # HF looks up a layer's by its position
+        if getattr(model.config, "layer_types", None):  # HF looks up a layer's type by its index
             self.decoder.config = copy.copy(model.config)
             self.decoder.config.layer_types = model.config.layer_types[start:end]
 
@@ -376,7 +379,7 @@ class Stage(nn.Module):
 
 
 def finish(message):
-    """The tensor of a message (work, tensor), which has to exist until work.wait() has returned."""
+    """Wait for a message (work, tensor). Until then its tensor, which is returned, has to exist."""
     work, tensor = message
     work.wait()
     return tensor
@@ -384,7 +387,7 @@ def finish(message):
 
 class Pipeline:
     """The engine: runs this rank's actions in the schedule's order: receive, compute, send.
-    After a run: timeline, rows as of simulate(), and peak, the most microbatches in flight."""
+    After a run: timeline, rows like simulate()'s, and peak, as of most_in_flight()."""
 
     def __init__(self, model, group, args, left_to_w):
         self.rank, self.P, self.M = group.rank(), group.size(), args.microbatches
@@ -395,13 +398,13 @@ class Pipeline:
         self.actions = all_schedules(args, self.P)[self.rank]
         self.receive_channels, self.send_channels = open_channels(group, self.stage_count, args)
         self.held = {}  # from F to B: {(stage, microbatch): (input, output)}
-        self.left_to_w = left_to_w  # during B
+        self.left_to_w = left_to_w  # what the B that runs has left so far
         self.waiting_for_w = {}  # from B to W: {(stage, microbatch): left_to_w}
         self.synchronize = False  # whether now() waits for the GPU
 
     def run(self, ids, labels, loss_fn, backward=True):
-        """Run all actions, or only the forwards, on ids and labels (b, s); after the last stage
-        loss_fn(hidden (b/M, s, h), labels (b/M, s)). The losses on that rank, [] on the others."""
+        """Run all actions, or only the forwards, on ids and labels (b, s). Returns loss_fn(hidden
+        (b/M, s, h), labels (b/M, s)) of each microbatch on the last stage's rank, [] on others."""
         ids, labels = ids.tensor_split(self.M), labels.tensor_split(self.M)  # sizes as by split()
         actions = [action for action in self.actions if backward or action.kind == "F"]
         losses, self.timeline, self.peak = [], [], 0
@@ -428,13 +431,14 @@ class Pipeline:
                 self.send(action.kind, result, sending[action.kind])
             self.peak = max(self.peak, len(self.held) + len(self.waiting_for_w))
             if not backward:
-                self.held.clear()
+                self.held.clear()  # no B will
         for message in [*sending["F"], *sending["B"]]:
             finish(message)
         return losses
 
     def forward(self, action, x, labels, loss_fn, losses):
-        """F: from ids or hidden states x to hidden states (b/M, s, h), or to one more of losses."""
+        """F: from ids or hidden states x to hidden states (b/M, s, h); the last stage adds to
+        losses instead, and returns None."""
         out = self.stages[action.stage](x)
         is_last = action.stage == self.stage_count - 1
         if is_last:
@@ -444,7 +448,7 @@ class Pipeline:
         return None if is_last else out.detach()
 
     def backward(self, action, grad):
-        """B: from the output's gradient (None: of a loss) to the input's (None: of ids)."""
+        """B: from the output's gradient (None for a loss) to the input's (None for ids)."""
         x, out = self.held.pop((action.stage, action.microbatch))
         torch.autograd.backward(out, grad)
         if self.left_to_w:
@@ -453,16 +457,16 @@ class Pipeline:
         return x.grad
 
     def start_receiving(self, action, ids):
-        """Start to receive the message that an action needs, of known shape; None: it has none."""
-        if action is None or received_from(action, self.stage_count) is None:
+        """Start to receive the message that an action needs; None: it needs none."""
+        if action is None or source(action, self.stage_count) is None:
             return None
         shape = *ids[action.microbatch].shape, self.hidden_size
         tensor = torch.empty(shape, dtype=self.dtype, device=ids[0].device)
         return dist.irecv(tensor, *self.receive_channels[action.kind]), tensor
 
     def send(self, kind, tensor, sending):
-        """Start to send a result. At most P of a kind are on their way, and in memory: as many as
-        interleaved may have wait for a rank that has not ended a group's earlier stage."""
+        """Start to send a result. At most P of a kind are on their way, and in memory: as far ahead
+        of its neighbor an interleaved rank may have to be."""
         if len(sending) == self.P:
             finish(sending.popleft())
         tensor = tensor.contiguous()
@@ -481,16 +485,16 @@ def parallelize(model, group, args):
     rank, P, layers = group.rank(), group.size(), model.model.layers
     stages = P * args.virtual_stages
     left_to_w = []
-    own = [range(*split(len(layers), stage, stages)) for stage in range(rank, stages, P)]
+    own = [i for stage in range(rank, stages, P) for i in range(*split(len(layers), stage, stages))]
     for i, layer in enumerate(layers):
-        if not any(i in layers_of_stage for layers_of_stage in own):
+        if i not in own:
             layers[i] = nn.Identity()
         elif args.schedule == "zb":
             for name, module in list(layer.named_modules()):
                 if isinstance(module, nn.Linear):
                     layer.set_submodule(name, DeferredLinear(module, left_to_w))
     is_tied = model.lm_head.weight is model.model.embed_tokens.weight
-    if rank > 0 and not (is_tied and rank == P - 1):  # there it stays: it is the lm_head's weight
+    if rank > 0 and not (is_tied and rank == P - 1):  # there it is lm_head's weight
         model.model.embed_tokens = nn.Identity()
     if rank < P - 1:
         model.model.norm, model.lm_head = nn.Identity(), nn.Identity()
@@ -499,7 +503,7 @@ def parallelize(model, group, args):
     if is_tied and P > 1:
         ranks = dist.get_process_group_ranks(group)
         ends = dist.new_group([ranks[0], ranks[-1]], datetime.timedelta(seconds=args.timeout))
-        if rank in (0, P - 1):  # the gradient as embedding is on one, that as lm_head on the other
+        if rank in (0, P - 1):  # one has its gradient as embedding, the other as lm_head
             mark(model.model.embed_tokens.weight, replicas=2, sum_over=ends)
     model.pipeline = Pipeline(model, group, args, left_to_w)
     return model
@@ -543,7 +547,7 @@ def train_step(model, ids, labels, group, args, backward=True):
     if backward:
         sum_gradients(model)
     dtype = torch.promote_types(model.dtype, torch.float32)
-    loss = sum(losses, torch.zeros((), dtype=dtype, device=ids.device))  # others than the last: 0
+    loss = sum(losses, torch.zeros((), dtype=dtype, device=ids.device))  # 0 but on the last rank
     if group.size() > 1:
         dist.all_reduce(loss, group=group)
     return loss
@@ -551,13 +555,13 @@ def train_step(model, ids, labels, group, args, backward=True):
 
 # Copied from tp.py
 def sum_gradients(model):
-    """Sum each gradient of which ranks have a part only over these ranks, as marked."""
+    """Sum each gradient of which a rank has only a part, over the group that mark() noted."""
     for parameter in model.parameters():
         if parameter.sum_over is not None:  # in place: no second gradient
             dist.all_reduce(parameter.grad, group=parameter.sum_over)
 
 
-# What only sections 5 and 6 ask of this script follows.
+# The rest of this section serves sections 5 and 6 alone.
 
 
 # Copied from tp.py
@@ -598,8 +602,9 @@ def expected_traffic(model, group, args):
 
 
 def report(rows, in_flight, bubbles):
-    """Print each rank's times and microbatches in flight, and the bubble; these for --json."""
-    span = max(end for *_, end in rows) - min(begin for *_, begin, _ in rows)
+    """Print each rank's times and most microbatches in flight, and bubbles; returns all of it."""
+    _, _, begins, ends = zip(*rows)
+    span = max(ends) - min(begins)
     table = []
     for rank, most in enumerate(in_flight):
         busy = sum(end - begin for r, _, begin, end in rows if r == rank)
@@ -631,7 +636,7 @@ def show_schedule(args, group):
     schedules = all_schedules(args, P)
     rows = simulate(schedules, P * V, lambda action: times[action.kind])
     print(*draw(rows, P, 1 / V), sep="\n")
-    formula = bubble_formula(P, M, V, *times.values())
+    formula = bubble_formula(P, M, V, times["F"], times["B"], times["W"])
     bubbles = {"bubble": bubble(rows, P), "bubble_formula": formula}
     result = report(rows, [most_in_flight(actions) for actions in schedules], bubbles)
     result |= {"schedule": args.schedule, "ranks": P, "virtual_stages": V}
@@ -670,7 +675,7 @@ def measure_bubble(args, group):
 
 OPTIONS = {
     "--schedule": {"choices": list(SCHEDULES), "default": "1f1b"},
-    "--microbatches": {"type": int, "help": "parts of the batch (as many as sequences, or 4)"},
+    "--microbatches": {"type": int, "help": "parts of the batch (as many as --batch, or 4)"},
     "--virtual-stages": {"type": int, "help": "stages per rank, interleaved only (2)"},
     "--ranks": {"type": int, "default": 4, "help": "how many --mode schedule is about (4)"},
 }
@@ -678,7 +683,7 @@ OWN_MODES = {"schedule": show_schedule, "bubble": measure_bubble}
 
 
 def finalize_args(args, world):
-    """Fill in what depends on other options; UsageError where model and options do not suit."""
+    """The script's own defaults; UsageError where model and options do not suit."""
     args.virtual_stages = V = args.virtual_stages or (2 if args.schedule == "interleaved" else 1)
     args.microbatches = M = args.microbatches or args.batch or 4
     args.batch = args.batch or M
@@ -690,12 +695,12 @@ def finalize_args(args, world):
     layers = args.config.num_hidden_layers
     if args.mode == "schedule":  # of any number of ranks and layers
         world = args.ranks
-    elif world * V > layers:
-        problem = f"{layers} layers cannot fill {world * V} stages, {V} a rank"
-        raise UsageError(f"{problem}; --nproc_per_node {layers // V} or fewer would do")
     elif world == 1:  # no rank to take turns with: one stage
         args.virtual_stages = 1
-    all_schedules(args, world)
+    elif world * V > layers:
+        problem = f"{layers} layers cannot fill {world * V} stages, {V} a rank"
+        raise UsageError(f"{problem}; --nproc_per_node {max(1, layers // V)} or fewer would do")
+    all_schedules(args, world)  # raises
 
 
 # The lesson ends here; what follows proves and measures it.
@@ -1037,7 +1042,7 @@ def find_model(name):
         raise UsageError(f"no model {name}: a directory, a .gguf file or {list(PRESETS)} would do")
     try:  # the entries of config.json; no code that the model brings is run
         entries, _ = transformers.PreTrainedConfig.get_config_dict(**source)
-        family = entries.get("model_type")
+        family = entries["model_type"]
         config = transformers.AutoConfig.for_model(**entries) if family in FAMILIES else None
     except Exception as problem:  # of many kinds
         raise UsageError(f"cannot read the model {name}: {problem!r}") from None

@@ -1,8 +1,8 @@
 """Megatron sequence parallelism for LLaMA in one file (arXiv 2205.05198) on Hugging Face's model.
 
-Tensor parallelism replicates the activations between the blocks on each of P ranks. Here a rank
-holds s/P of the s tokens; only inside a block are all tokens there, and then with 1/P of the
-features. One MLP, P = 2:
+Tensor parallelism replicates the activations between the blocks (attention, MLP) on each of P
+ranks. Here a rank holds s/P of the s tokens. Only a block sees all tokens: its input with all
+features, what follows with 1/P of them. One MLP, P = 2:
 
     rank 0: tokens 0..s/2       rank 1: tokens s/2..s        residual, norm: (b, s/2, h)
         |        g   forward: all-gather        |            backward: reduce-scatter dx
@@ -11,30 +11,31 @@ features. One MLP, P = 2:
     gate, up (i/2, h)           gate, up (i/2, h)            column parallel: half of the features
         |                                       |
     (b, s, i/2)                 (b, s, i/2)
-    down (h, i/2)               down (h, i/2)                row parallel: a partial sum of all
+    down (h, i/2)               down (h, i/2)                row parallel: partial sums (b, s, h)
         |      g-bar  forward: reduce-scatter   |            backward: all-gather dy
         v                                       v
     rank 0: tokens 0..s/2       rank 1: tokens s/2..s        (b, s/2, h)
 
-An all-reduce is a reduce-scatter and an all-gather: the forward sends what tp.py sends, cut in two,
-and what lies between the two halves (residuals, norms) is 1/P as large.
+An all-reduce is a reduce-scatter and an all-gather: a rank sends what it sends in tp.py, cut in two
+(but one all-gather a layer more is recomputed), and what lies between the two halves, residuals and
+norms, is 1/P as large.
 
     message of a layer    forward                 backward          recomputed (--recompute full)
     entering a block      g: all-gather           reduce-scatter    all-gather
     leaving a block       g-bar: reduce-scatter   all-gather        reduce-scatter, attention only
 
-A block is attention or MLP. Recomputation stops when it has all that the backward needs: no
-gradient needs what leaves the MLP. Each message is one (b, s, h), of which a rank has s/P tokens.
+Recomputation stops when it has all that the backward needs: no gradient needs what leaves the MLP.
+Each message is one (b, s, h), of which a rank has s/P tokens.
 
---recompute full, the default, keeps of a layer only its input, (b, s/P, h). With none all is kept,
-each block's gathered input (b, s, h), too. Megatron-LM keeps the rank's own tokens of that, and
-gathers them again in the backward; labs/lab2_megatron_layers.py does so.
+--recompute full, the default, keeps of a layer only its input, (b, s/P, h); --recompute none keeps
+all, each block's gathered input (b, s, h), too. Megatron-LM keeps the rank's own tokens of that,
+and gathers them again in the backward; labs/lab2_megatron_layers.py does so.
 
     torchrun --nproc_per_node=2 sp_megatron.py --mode correctness
     torchrun --nproc_per_node=4 sp_megatron.py --mode all --length 1001
     torchrun --nproc_per_node=2 sp_megatron.py --length 20480 --batch 1 --mode benchmark
     torchrun --nproc_per_node=2 labs/break_it.py sp_megatron.py unsummed_norm_gradient
-    diff tp.py sp_megatron.py     # what changes; --dtensor is tp.py's alone
+    diff -I '# Copied' tp.py sp_megatron.py     # what changes; --dtensor is tp.py's alone
 """
 
 # ---- 1. Imports, constants, models ---------------------------------------------------------------
@@ -107,7 +108,7 @@ class UsageError(Exception):
 
 # Copied from tp.py
 def all_reduce(x, group, op=dist.ReduceOp.SUM):
-    """The sum (or max) of x over ranks, in a new tensor: autograd may still need the old one."""
+    """The sum (or max) of x over ranks; not in place, since autograd may still need x."""
     if group.size() == 1:
         return x
     x = x.clone(memory_format=torch.contiguous_format)
@@ -124,7 +125,7 @@ def all_gather(x, group):
     """Every rank's tokens (b, s/P, h) -> all tokens (b, s, h)."""
     if group.size() == 1:
         return x
-    x = x.transpose(0, 1).contiguous()  # ranks are joined along dim 0: why Megatron has (s, b, h)
+    x = x.transpose(0, 1).contiguous()  # ranks join along dim 0; so Megatron has (s, b, h)
     out = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
     all_gather_single(out, x, group=group)
     return out.transpose(0, 1).contiguous()
@@ -141,7 +142,8 @@ def reduce_scatter(x, group):
 
 
 class GatherFromSPRegion(torch.autograd.Function):
-    """The paper's g. Every rank's columns used all tokens, so dx is a sum; each rank needs s/P."""
+    """The paper's g. All ranks use all of x, so its gradient is the sum of theirs: a reduce-scatter
+    leaves each rank that of its own tokens."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -154,7 +156,8 @@ class GatherFromSPRegion(torch.autograd.Function):
 
 
 class ReduceScatterToSPRegion(torch.autograd.Function):
-    """The paper's g-bar. y sums the ranks' partial results, so each receives dy of all tokens."""
+    """The paper's g-bar. y is the sum of the ranks' partial results: the gradient of each is dy, of
+    all tokens."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -207,7 +210,7 @@ def head_range(config, rank, world):
 def mark(tensor, shard=None, replicas=1, sum_over=None):
     """Note on a tensor which shard (dim, start, end) of the full one it is (None: all of it), how
     many ranks hold the same, and the group over which to sum its gradient (None: no sum).
-    train_step() reads sum_over, the proof of section 5 the others."""
+    sum_gradients() reads sum_over, the proof of section 5 the others."""
     tensor.shard, tensor.replicas, tensor.sum_over = shard, replicas, sum_over
     return tensor
 
@@ -235,7 +238,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Input features [start, end) of an nn.Linear; g-bar adds up the ranks' partial sums."""
+    """Input features [start, end) of an nn.Linear; the ranks' partial sums are added up."""
 
     def __init__(self, linear, start, end, group):
         super().__init__()
@@ -281,7 +284,7 @@ class ParallelRMSNorm(nn.Module):
     def forward(self, x):  # (b, s, features/P)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         squares = wide.square().sum(-1, keepdim=True)  # (b, s, 1)
-        # g after g-bar: all ranks' heads use the sum, so the backward sums its gradient, too
+        # g-bar, then g, is an all-reduce in the backward, too: all ranks' heads use the sum
         squares = reduce_scatter_to_sp_region(squares, self.group)
         squares = gather_from_sp_region(squares, self.group)
         normalized = wide * torch.rsqrt(squares / self.features + self.eps)
@@ -289,7 +292,7 @@ class ParallelRMSNorm(nn.Module):
 
 
 def enter_block(group, block, args, kwargs):
-    """Forward pre-hook of attention and MLP: g, once for all column parallel linears in it."""
+    """Forward pre-hook of a block, once for all column parallel linears in it."""
     if args:  # how HF calls an MLP
         return (gather_from_sp_region(args[0], group), *args[1:]), kwargs
     hidden = gather_from_sp_region(kwargs["hidden_states"], group)  # how HF calls attention
@@ -297,7 +300,7 @@ def enter_block(group, block, args, kwargs):
 
 
 def all_tokens_mask(stock, group, q_length, kv_length, **others):
-    """HF's mask function `stock`, called for all tokens. HF asks for a mask of the s/P it sees."""
+    """HF's mask function `stock`, for all tokens; HF calls it with the lengths s/P that it sees."""
     return stock(q_length=q_length * group.size(), kv_length=kv_length * group.size(), **others)
 
 
@@ -314,22 +317,21 @@ def parallelize(model, group, args):
     """Turn HF's model into this rank's share of it, in place; parameters keep HF's names."""
     if args.recompute == "full":
         recompute_layers(model)
-    if args.attn != "flash":  # flash needs no mask
-        stock = ALL_MASK_ATTENTION_FUNCTIONS[args.attention]
+    if args.attn != "flash":  # which needs no mask. HF knows an attention and its mask by one name
         eager = sys.modules[type(model).__module__].eager_attention_forward
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(args.attention, eager)
-        transformers.AttentionInterface.register("all_tokens", attention)
-        mask = partial(all_tokens_mask, stock, group)
+        stock = ALL_ATTENTION_FUNCTIONS.get_interface(args.attention, eager)
+        mask = partial(all_tokens_mask, ALL_MASK_ATTENTION_FUNCTIONS[args.attention], group)
+        transformers.AttentionInterface.register("all_tokens", stock)
         transformers.AttentionMaskInterface.register("all_tokens", mask)
         model.set_attn_implementation("all_tokens")
     config, rank, world = model.config, group.rank(), group.size()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:  # replicated; its gradient is a sum over the ranks' tokens (or heads)
+            mark(parameter, replicas=world, sum_over=group if world > 1 else None)
     (q0, q1), (k0, k1), replicas = head_range(config, rank, world)
     i0, i1 = split(config.intermediate_size, rank, world)
     v0, v1 = split(config.vocab_size, rank, world)
-    for name, parameter in model.named_parameters():
-        if "norm" in name:  # replicated; a rank's tokens (of q_norm: heads) give a part of it
-            mark(parameter, replicas=world, sum_over=group if world > 1 else None)
-    shared = {"replicas": replicas, "sum_over": None}  # of this rank's KV heads
+    shared = {"replicas": replicas, "sum_over": None}  # marks of this rank's KV heads
     if replicas > 1:
         timeout = datetime.timedelta(seconds=args.timeout)
         shared["sum_over"], _ = dist.new_subgroups(replicas, group=group, timeout=timeout)
@@ -352,6 +354,7 @@ def parallelize(model, group, args):
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     model.model.embed_tokens = VocabParallelEmbedding(model.model.embed_tokens, v0, v1, group)
     model.lm_head = ColumnParallelLinear(model.lm_head, v0, v1)
+    model.lm_head.register_forward_pre_hook(partial(enter_block, group), with_kwargs=True)
     if tied:
         model.lm_head.weight = model.model.embed_tokens.weight
     return model
@@ -378,8 +381,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         target_logit = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0)
         both = torch.stack([target_logit, shifted.exp_().sum(-1)])
         target_logit, sum_exp = all_reduce(both, group)
-        # Kept apart: their sum, peak + log(sum_exp), would be rounded like a logit (in float32 a
-        # logit of 300 to 3e-5), and softmax - 1 of a confident prediction is smaller than that
+        # peak and sum_exp stay apart: peak + log(sum_exp) would be rounded like a logit, in float32
+        # one of 300 to 3e-5, and softmax - 1 of a confident prediction is smaller than that
         ctx.save_for_backward(logits, column, elsewhere, peak, sum_exp)
         return sum_exp.log() - target_logit
 
@@ -392,10 +395,9 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def sum_of_losses(model, hidden, targets, group):
-    """Sum of the losses of a chunk, c tokens of each sequence on each rank: hidden (b, c, h), this
-    rank's, and targets (b, P c), all ranks'. A token whose target is IGNORE adds none."""
-    # The head's g; not a pre-hook: inside checkpoint() no gathered hidden states are kept
-    logits = model.lm_head(gather_from_sp_region(hidden, group)).flatten(0, 1)  # (b P c, v/P)
+    """Sum of the losses of c tokens of each sequence and rank, a chunk: hidden (b, c, h) of this
+    rank, targets (b, P, c) of all. A token whose target is IGNORE adds none."""
+    logits = model.lm_head(hidden).flatten(0, 1)  # (b P c, v/P)
     start, _ = split(model.config.vocab_size, group.rank(), group.size())
     loss = VocabParallelCrossEntropy.apply(logits, targets.flatten(), start, group)
     return loss.masked_fill(targets.flatten() == IGNORE, 0).sum()
@@ -409,8 +411,8 @@ def tokens_per_chunk(length, group, args):
 def mean_loss(model, hidden, labels, group, args):
     """Mean loss over all targets, the same on every rank, from each rank's hidden (b, s/P, h).
 
-    Of 5 tokens, padded to 6, rank 0 has 0 1 2 and rank 1 has 3 4: the targets 1 2 3 | 4 - -. In
-    chunks of c = 2 the gathered hidden states are those of tokens 0 1 3 4, and then of 2 and 5.
+    Of 5 tokens and one of padding, rank 0 has 0 1 2, rank 1 has 3 4 5: targets are 1 2 3 | 4 - -.
+    With chunks of c = 2 the head gathers the hidden states of tokens 0 1 3 4, and then of 2 and 5.
     """
     world, local = group.size(), hidden.shape[1]
     chunk = tokens_per_chunk(local, group, args)
@@ -418,13 +420,13 @@ def mean_loss(model, hidden, labels, group, args):
     # the next rank's first
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
     targets = F.pad(targets, (0, world * local - targets.shape[1]), value=IGNORE)
-    by_rank = targets.unflatten(1, (world, local))  # (b, P, s/P)
+    targets = targets.unflatten(1, (world, local))  # (b, P, s/P)
     total = 0
-    for h, t in zip(hidden.split(chunk, 1), by_rank.split(chunk, 2)):
+    for h, t in zip(hidden.split(chunk, 1), targets.split(chunk, -1)):
         if args.loss == "full":
-            total += sum_of_losses(model, h, t.flatten(1), group)
+            total += sum_of_losses(model, h, t, group)
         else:  # logits of one chunk at a time, recomputed in the backward
-            total += checkpoint(sum_of_losses, model, h, t.flatten(1), group, use_reentrant=False)
+            total += checkpoint(sum_of_losses, model, h, t, group, use_reentrant=False)
     return total / (targets != IGNORE).sum()
 
 
@@ -432,11 +434,11 @@ def final_hidden_states(model, ids, group):
     """Output of the final norm for this rank's tokens, (b, s/P, h). ids (b, s): all tokens."""
     last = ids.shape[1] - 1
     ids = F.pad(ids, (0, -ids.shape[1] % group.size()))  # at the end: no token attends to it
-    positions = torch.arange(ids.shape[1], device=ids.device)  # of all tokens: attention has them
+    positions = torch.arange(ids.shape[1], device=ids.device)  # HF would count s/P tokens
 
-    def without_padding(rotary, args, kwargs):  # longrope chooses frequencies by the last position
-        hidden, positions = *args, *kwargs.values()
-        return (hidden, positions.clamp(max=last)), {}
+    def without_padding(rotary, args, kwargs):  # longrope chooses frequencies by the last position.
+        hidden, every = *args, *kwargs.values()  # Not above: a repeated position begins a document
+        return (hidden, every.clamp(max=last)), {}
 
     with model.model.rotary_emb.register_forward_pre_hook(without_padding, with_kwargs=True):
         outputs = model.model(input_ids=ids, position_ids=positions[None], use_cache=False)
@@ -455,7 +457,7 @@ def train_step(model, ids, labels, group, args, backward=True):
 
 # Copied from tp.py
 def sum_gradients(model):
-    """Sum each gradient of which ranks have a part only over these ranks, as marked."""
+    """Sum each gradient of which a rank has only a part, over the group that mark() noted."""
     for parameter in model.parameters():
         if parameter.sum_over is not None:  # in place: no second gradient
             dist.all_reduce(parameter.grad, group=parameter.sum_over)
@@ -482,8 +484,8 @@ def grad_norm(model, group):
 
 def local_logits(model, ids, group, args):
     """This rank's columns of the logits, (b, s, v/P), marked as a parameter is."""
-    hidden = gather_from_sp_region(final_hidden_states(model, ids, group), group)
-    logits = model.lm_head(hidden[:, : ids.shape[1]])  # without padding
+    logits = model.lm_head(final_hidden_states(model, ids, group))
+    logits = logits[:, : ids.shape[1]]  # without padding
     return mark(logits, (2, *split(model.config.vocab_size, group.rank(), group.size())))
 
 
@@ -512,7 +514,7 @@ def expected_traffic(model, group, args):
     if args.recompute == "full":  # every layer's forward again, up to the MLP's g-bar (see the top)
         rows += [("backward", "all_gather", blocks, blocks * hidden)]
         rows += [("backward", "reduce_scatter", layers, layers * hidden)]
-    if model.config.model_type == "olmo2":  # q_norm's and k_norm's sums of squares, and their f
+    if model.config.model_type == "olmo2":  # q_norm's and k_norm's sums of squares, g-bar and g
         for op in "reduce_scatter", "all_gather":
             sums = op, 2 * layers, 2 * layers * number
             rows += [("forward", *sums), ("backward", *sums)]
@@ -874,7 +876,7 @@ def find_model(name):
         raise UsageError(f"no model {name}: a directory, a .gguf file or {list(PRESETS)} would do")
     try:  # the entries of config.json; no code that the model brings is run
         entries, _ = transformers.PreTrainedConfig.get_config_dict(**source)
-        family = entries.get("model_type")
+        family = entries["model_type"]
         config = transformers.AutoConfig.for_model(**entries) if family in FAMILIES else None
     except Exception as problem:  # of many kinds
         raise UsageError(f"cannot read the model {name}: {problem!r}") from None

@@ -115,7 +115,7 @@ class UsageError(Exception):
 
 # Copied from tp.py
 def all_reduce(x, group, op=dist.ReduceOp.SUM):
-    """The sum (or max) of x over ranks, in a new tensor: autograd may still need the old one."""
+    """The sum (or max) of x over ranks; not in place, since autograd may still need x."""
     if group.size() == 1:
         return x
     x = x.clone(memory_format=torch.contiguous_format)
@@ -196,7 +196,7 @@ def head_range(config, rank, world):
 def mark(tensor, shard=None, replicas=1, sum_over=None):
     """Note on a tensor which shard (dim, start, end) of the full one it is (None: all of it), how
     many ranks hold the same, and the group over which to sum its gradient (None: no sum).
-    train_step() reads sum_over, the proof of section 5 the others."""
+    sum_gradients() reads sum_over, the proof of section 5 the others."""
     tensor.shard, tensor.replicas, tensor.sum_over = shard, replicas, sum_over
     return tensor
 
@@ -226,7 +226,7 @@ def ulysses_attention(stock, group, module, query, key, value, mask, **others):
 
 # Copied from sp_megatron.py
 def all_tokens_mask(stock, group, q_length, kv_length, **others):
-    """HF's mask function `stock`, called for all tokens. HF asks for a mask of the s/P it sees."""
+    """HF's mask function `stock`, for all tokens; HF calls it with the lengths s/P that it sees."""
     return stock(q_length=q_length * group.size(), kv_length=kv_length * group.size(), **others)
 
 
@@ -356,11 +356,11 @@ def final_hidden_states(model, ids, group):
     ids = own_tokens(ids, group, 0)  # padding comes last: no token before it attends to it
     size = ids.shape[1]
     first = group.rank() * size
-    positions = torch.arange(group.size() * size, device=ids.device)  # of all: attention has them
+    positions = torch.arange(group.size() * size, device=ids.device)  # of all: the mask is of them
 
-    def without_padding(rotary, args, kwargs):  # longrope chooses frequencies by the last position
-        hidden, positions = *args, *kwargs.values()
-        return (hidden, positions.clamp(max=last)), {}
+    def without_padding(rotary, args, kwargs):  # longrope chooses frequencies by the last position.
+        hidden, every = *args, *kwargs.values()  # Not above: a repeated position begins a document
+        return (hidden, every.clamp(max=last)), {}
 
     def own_rotations(rotary, args, out):  # cos and sin (1, s, d) -> (1, s/P, d)
         return tuple(x[:, first : first + size].clone() for x in out)  # a view would keep all
@@ -383,7 +383,7 @@ def train_step(model, ids, labels, group, args, backward=True):
 
 # Copied from tp.py
 def sum_gradients(model):
-    """Sum each gradient of which ranks have a part only over these ranks, as marked."""
+    """Sum each gradient of which a rank has only a part, over the group that mark() noted."""
     for parameter in model.parameters():
         if parameter.sum_over is not None:  # in place: no second gradient
             dist.all_reduce(parameter.grad, group=parameter.sum_over)
@@ -804,7 +804,7 @@ def find_model(name):
         raise UsageError(f"no model {name}: a directory, a .gguf file or {list(PRESETS)} would do")
     try:  # the entries of config.json; no code that the model brings is run
         entries, _ = transformers.PreTrainedConfig.get_config_dict(**source)
-        family = entries.get("model_type")
+        family = entries["model_type"]
         config = transformers.AutoConfig.for_model(**entries) if family in FAMILIES else None
     except Exception as problem:  # of many kinds
         raise UsageError(f"cannot read the model {name}: {problem!r}") from None

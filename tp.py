@@ -10,7 +10,7 @@ P = 2:
         |                               |
     rank 0: (b, s, i/2)         rank 1: (b, s, i/2)
         |                               |
-    rank 0: down (h, i/2)       rank 1: down (h, i/2)        row parallel: a partial sum of all
+    rank 0: down (h, i/2)       rank 1: down (h, i/2)        row parallel: partial sums (b, s, h)
         | g   forward: all-reduce        backward: nothing
         v
       y (b, s, h) on both ranks
@@ -100,7 +100,7 @@ class UsageError(Exception):
 
 
 def all_reduce(x, group, op=dist.ReduceOp.SUM):
-    """The sum (or max) of x over ranks, in a new tensor: autograd may still need the old one."""
+    """The sum (or max) of x over ranks; not in place, since autograd may still need x."""
     if group.size() == 1:
         return x
     x = x.clone(memory_format=torch.contiguous_format)
@@ -171,7 +171,7 @@ def head_range(config, rank, world):
 def mark(tensor, shard=None, replicas=1, sum_over=None):
     """Note on a tensor which shard (dim, start, end) of the full one it is (None: all of it), how
     many ranks hold the same, and the group over which to sum its gradient (None: no sum).
-    train_step() reads sum_over, the proof of section 5 the others."""
+    sum_gradients() reads sum_over, the proof of section 5 the others."""
     tensor.shard, tensor.replicas, tensor.sum_over = shard, replicas, sum_over
     return tensor
 
@@ -197,7 +197,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Input features [start, end) of an nn.Linear; g adds up the ranks' partial sums."""
+    """Input features [start, end) of an nn.Linear; the ranks' partial sums are added up."""
 
     def __init__(self, linear, start, end, group):
         super().__init__()
@@ -250,7 +250,7 @@ class ParallelRMSNorm(nn.Module):
 
 
 def enter_block(group, block, args, kwargs):
-    """Forward pre-hook of attention and MLP: f, once for all column parallel linears in it."""
+    """Forward pre-hook of a block, once for all column parallel linears in it."""
     if args:  # how HF calls an MLP
         return (copy_to_tp_region(args[0], group), *args[1:]), kwargs
     hidden = copy_to_tp_region(kwargs["hidden_states"], group)  # how HF calls attention
@@ -280,7 +280,7 @@ def parallelize(model, group, args):
     (q0, q1), (k0, k1), replicas = head_range(config, rank, world)
     i0, i1 = split(config.intermediate_size, rank, world)
     v0, v1 = split(config.vocab_size, rank, world)
-    shared = {"replicas": replicas, "sum_over": None}  # of this rank's KV heads
+    shared = {"replicas": replicas, "sum_over": None}  # marks of this rank's KV heads
     if replicas > 1:
         timeout = datetime.timedelta(seconds=args.timeout)
         shared["sum_over"], _ = dist.new_subgroups(replicas, group=group, timeout=timeout)
@@ -357,8 +357,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         target_logit = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0)
         both = torch.stack([target_logit, shifted.exp_().sum(-1)])
         target_logit, sum_exp = all_reduce(both, group)
-        # Kept apart: their sum, peak + log(sum_exp), would be rounded like a logit (in float32 a
-        # logit of 300 to 3e-5), and softmax - 1 of a confident prediction is smaller than that
+        # peak and sum_exp stay apart: peak + log(sum_exp) would be rounded like a logit, in float32
+        # one of 300 to 3e-5, and softmax - 1 of a confident prediction is smaller than that
         ctx.save_for_backward(logits, column, elsewhere, peak, sum_exp)
         return sum_exp.log() - target_logit
 
@@ -391,7 +391,7 @@ def mean_loss(model, hidden, labels, group, args):
     if not args.dtensor:  # f of the head; ColwiseParallel brings its own
         hidden = copy_to_tp_region(hidden, group)
     total = 0
-    for h, t in zip(hidden.split(chunk, 1), targets.split(chunk, 1)):
+    for h, t in zip(hidden.split(chunk, 1), targets.split(chunk, -1)):
         if args.loss == "full":
             total += sum_of_losses(model, h, t, group)
         else:  # logits of one chunk at a time, recomputed in the backward
@@ -414,7 +414,7 @@ def train_step(model, ids, labels, group, args, backward=True):
 
 
 def sum_gradients(model):
-    """Sum each gradient of which ranks have a part only over these ranks, as marked."""
+    """Sum each gradient of which a rank has only a part, over the group that mark() noted."""
     for parameter in model.parameters():
         if parameter.sum_over is not None:  # in place: no second gradient
             dist.all_reduce(parameter.grad, group=parameter.sum_over)
@@ -830,7 +830,7 @@ def find_model(name):
         raise UsageError(f"no model {name}: a directory, a .gguf file or {list(PRESETS)} would do")
     try:  # the entries of config.json; no code that the model brings is run
         entries, _ = transformers.PreTrainedConfig.get_config_dict(**source)
-        family = entries.get("model_type")
+        family = entries["model_type"]
         config = transformers.AutoConfig.for_model(**entries) if family in FAMILIES else None
     except Exception as problem:  # of many kinds
         raise UsageError(f"cannot read the model {name}: {problem!r}") from None

@@ -341,8 +341,8 @@ def pointless(name, script, args, world):
         return "needs 2 microbatches: with one it is right"
     if name == "mean_of_means":
         _, labels = script.proof_batch(args, SimpleNamespace(size=lambda: world))
-        targets = (labels[:, 1:] != script.IGNORE).sum(1)  # of each sequence
-        if len({int(targets[slice(*script.split(args.batch, m, M))].sum()) for m in range(M)}) == 1:
+        counts = {int((part[:, 1:] != script.IGNORE).sum()) for part in labels.tensor_split(M)}
+        if len(counts) == 1:
             enough = f"--batch {max(3, args.batch)} --microbatches {max(3, args.batch)}"
             return f"is none where all {M} microbatches have as many targets; {enough} would do"
     if name in QWEN3 and args.config.model_type != "qwen3":

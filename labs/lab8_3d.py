@@ -117,7 +117,7 @@ def make_groups(sizes, config):
 
 # Copied from tp.py
 def all_reduce(x, group, op=dist.ReduceOp.SUM):
-    """The sum (or max) of x over ranks, in a new tensor: autograd may still need the old one."""
+    """The sum (or max) of x over ranks; not in place, since autograd may still need x."""
     if group.size() == 1:
         return x
     x = x.clone(memory_format=torch.contiguous_format)
@@ -147,7 +147,8 @@ def reduce_scatter(x, group):
 
 # Copied from sp_megatron.py
 class GatherFromSPRegion(torch.autograd.Function):
-    """The paper's g. Every rank's columns used all tokens, so dx is a sum; each rank needs s/P."""
+    """The paper's g. All ranks use all of x, so its gradient is the sum of theirs: a reduce-scatter
+    leaves each rank that of its own tokens."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -161,7 +162,8 @@ class GatherFromSPRegion(torch.autograd.Function):
 
 # Copied from sp_megatron.py
 class ReduceScatterToSPRegion(torch.autograd.Function):
-    """The paper's g-bar. y sums the ranks' partial results, so each receives dy of all tokens."""
+    """The paper's g-bar. y is the sum of the ranks' partial results: the gradient of each is dy, of
+    all tokens."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -278,8 +280,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         target_logit = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0)
         both = torch.stack([target_logit, shifted.exp_().sum(-1)])
         target_logit, sum_exp = all_reduce(both, group)
-        # Kept apart: their sum, peak + log(sum_exp), would be rounded like a logit (in float32 a
-        # logit of 300 to 3e-5), and softmax - 1 of a confident prediction is smaller than that
+        # peak and sum_exp stay apart: peak + log(sum_exp) would be rounded like a logit, in float32
+        # one of 300 to 3e-5, and softmax - 1 of a confident prediction is smaller than that
         ctx.save_for_backward(logits, column, elsewhere, peak, sum_exp)
         return sum_exp.log() - target_logit
 
