@@ -28,6 +28,10 @@ SHAPES |= {"norm": (H,), "q_norm": (finished.D,), "square": (H, H), "own_positio
 SHAPES |= {"own_tokens": (B, LENGTH // 2, H)}
 
 
+def same(y):
+    return y
+
+
 def layer(o, x, w, enter, leave, own=lambda weight: weight):
     """One layer; enter and leave: what moves x before and after the matrices."""
     y = enter(o.norm(x, own(w["norm1"])))
@@ -88,36 +92,28 @@ def sp_ulysses(o, /, ids, labels, table, head, norm, own_count, **w):
     def whole(weight):  # every weight works on this rank's tokens alone
         return o.move(weight, "I", "R")
 
-    def keep(y):
-        return y
-
     labels = o.label(o.move(o.shift(labels), "R", S(1)))
     w["positions"] = o.turn(o.move(w["positions"], "R", S(0)))
     ids = o.move(ids, "R", S(1))
-    x = layer(o, o.embedding(ids, whole(table)), w, keep, keep, whole)
+    x = layer(o, o.embedding(ids, whole(table)), w, same, same, whole)
     logits = o.linear(o.norm(x, whole(norm)), whole(head))
-    loss = o.move(vocabulary_loss(o, logits, labels, keep), "P", "I")
+    loss = o.move(vocabulary_loss(o, logits, labels, same), "P", "I")
     return o.count(loss, own_count)
 
 
 def pp(o, /, ids, labels, table, norm, received, **w):
     """Two stages, tied embedding: stage 0 has it at its entrance, stage 1 at its exit."""
-
-    def keep(y):
-        return y
-
     tied = o.move(table, "I", "R")
     losses = []
     for _ in "01":  # microbatches; stage 1 adds nothing of its own to what it receives
-        x = layer(o, o.add(o.embedding(ids, tied), o.receive(received)), w, keep, keep)
+        x = layer(o, o.add(o.embedding(ids, tied), o.receive(received)), w, same, same)
         logits = o.linear(o.norm(x, norm), tied)
-        loss = vocabulary_loss(o, logits, o.label(o.shift(labels)), keep)
+        loss = vocabulary_loss(o, logits, o.label(o.shift(labels)), same)
         losses.append(o.weigh(o.move(loss, "V", "P")))  # stage 1's; stage 0 has none
     return o.move(o.accumulate(*losses), "P", "I")
 
 
-def qk_norm(o, x, q, q_norm):
-    """What Qwen3 has beside LLaMA: a norm of each head, one weight for all heads."""
+def qk_norm(o, x, q, q_norm):  # what Qwen3 has beside LLaMA: one weight for all heads
     y = o.linear(o.move(x, "I", "R"), q)
     return o.head_norm(o.reshape(y, (*y.shape[:2], -1, finished.D)), o.share(q_norm))
 
@@ -140,13 +136,17 @@ SCRIPTS = {  # program, types of its arguments
 
 def one_device_program(o, /, ids, labels, table, head, norm, **w):
     """no_op_parallelize: no move at all, every rank has all of it."""
-    x = layer(o, o.embedding(ids, table), w, lambda y: y, lambda y: y)
+    x = layer(o, o.embedding(ids, table), w, same, same)
     logits = o.linear(o.norm(x, norm), head)
-    return vocabulary_loss(o, logits, o.shift(labels), lambda y: y)
+    return vocabulary_loss(o, logits, o.shift(labels), same)
 
 
 ALL_THE_SAME = dict.fromkeys(["ids", "labels", "positions", *REPLICATED], "I")
 del ALL_THE_SAME["own_count"]
+
+
+def no_exchange(o):
+    o.tokens_to_heads = o.heads_to_tokens = same
 
 
 def operations(script):
@@ -155,12 +155,12 @@ def operations(script):
     for name in MORE:
         setattr(o, name, finished.op(functools.partial(finished.operate, name), name))
     o.attend = functools.partial(attend, o)
-    o.tokens_to_heads = o.heads_to_tokens = lambda y: y
+    no_exchange(o)
     if script == "sp_ulysses":
         o.tokens_to_heads = lambda y: o.move(y, S(1), S(2))
         o.heads_to_tokens = lambda y: o.move(y, S(2), S(1))
     for name in ("turn", "label", "receive", "weigh"):
-        setattr(o, name, lambda y: y)
+        setattr(o, name, same)
     o.count = lambda loss, own: loss
     o.share = lambda weight: o.move(weight, "I", "R")
     o.accumulate = o.add
@@ -194,9 +194,7 @@ CHANGES = {  # what a bug changes in the operations; the others change numbers a
     "sp_ulysses local_position_ids": lambda o: vars(o).update(turn=o.modulo),
     "sp_megatron shift_after_split": lambda o: vars(o).update(label=o.masked),
     "sp_ulysses shift_after_split": lambda o: vars(o).update(label=o.masked),
-    "sp_ulysses no_op_ulysses": lambda o: vars(o).update(
-        tokens_to_heads=lambda y: y, heads_to_tokens=lambda y: y
-    ),
+    "sp_ulysses no_op_ulysses": lambda o: no_exchange(o),
     "sp_ulysses wrong_head_order": lambda o: rolled(o),
     "pp overwritten_gradients": lambda o: vars(o).update(accumulate=lambda first, last: last),
     "pp untied_gradient": lambda o: without(o, "I", "R"),
@@ -238,9 +236,7 @@ def f_per_projection(o, x, gate, up):  # right, and one message more in the back
     return o.multiply(o.linear(o.move(x, "I", "R"), gate), o.linear(o.move(x, "I", "R"), up))
 
 
-def returned_tuples(
-    o, x, up, down
-):  # the first sequence summed, laid beside the others: add's rule
+def returned_tuples(o, x, up, down):  # the first sequence summed, beside the others: add's rule
     y = o.linear(o.linear(o.move(x, "I", "R"), up), down)
     return o.add(o.move(y, "P", "I"), y)
 
@@ -250,30 +246,20 @@ def untied_weights(o, ids, table, head):  # two parameters, where there was one
     return o.linear(o.move(x, "I", "R"), head)
 
 
-def local_positions(o, heads, own_positions):  # arange(s / P), the same on every rank
-    return o.rotary(own_positions, heads)
-
-
-def local_mask(o, x, own_tokens):  # a triangle (s / P, s), the same on every rank
-    return o.multiply(x, own_tokens)
-
-
-def chunk_boundary(o, ids):
-    return o.shift(ids)
-
-
 def loss_without_graph(o, x):  # gathered without a gradient
     return o.mean(o.gather_gradless(o.move(x, S(1), "I")))
 
 
+TURN = {"heads": S(1), "own_positions": "R"}  # by arange(s / P), the same on every rank
+MASK = {"x": S(1), "own_tokens": "R"}  # by a triangle (s / P, s), the same on every rank
 LAB3 = {  # pitfall: (program, types, result); the others have no line that a type has
     "transposed_weights": (transposed_weights, {"x": "I", "square": S(1)}, S(2)),
     "untied_weights": (untied_weights, {"ids": "R", "table": S(0), "head": S(0)}, S(2)),
     "f_per_projection": (f_per_projection, {"x": "I", "gate": S(0), "up": S(0)}, S(2)),
     "returned_tuples": (returned_tuples, {"x": "I", "up": S(0), "down": S(1)}, "I"),
-    "local_positions": (local_positions, {"heads": S(1), "own_positions": "R"}, S(1)),
-    "local_mask": (local_mask, {"x": S(1), "own_tokens": "R"}, S(1)),
-    "chunk_boundary": (chunk_boundary, {"ids": S(1)}, S(1)),
+    "local_positions": (lambda o, heads, own_positions: o.rotary(own_positions, heads), TURN, S(1)),
+    "local_mask": (lambda o, x, own_tokens: o.multiply(x, own_tokens), MASK, S(1)),
+    "chunk_boundary": (lambda o, ids: o.shift(ids), {"ids": S(1)}, S(1)),
     "loss_without_graph": (loss_without_graph, {"x": S(1)}, "I"),
 }
 
