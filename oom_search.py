@@ -259,6 +259,7 @@ class MetaStream(torch.cpu.Stream):
 def on_meta(args, attend):
     """Have a script compute nothing: its tensors are meta, nobody looks at the values they lack."""
     args.device, args.source = torch.device("meta"), None  # weights of the right shape will do
+    args.config.rope_parameters |= {"rope_type": "default"}  # a dynamic one looks at positions
     torch.library.impl("aten::scaled_dot_product_attention", "AutogradMeta", attend)
     # Positions that start anew would be several texts in one: HF looks at the values, ours never do
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
@@ -593,17 +594,17 @@ def make_case(name, world, rank, length, options):
     if options.how != "measured":
         argv += ["--backend", "fake"]
     argv += ["--recompute", "none" if options.recompute == "none" else "full"]
-    config = Path(options.model, "config.json").absolute()
-    files = [HERE / file for file in (*LOADED, script, "oom_search.py", config)]
+    model = Path(options.model).absolute()
+    files = [HERE / file for file in (*LOADED, script, "oom_search.py", model / "config.json")]
     contents = b"".join(file.read_bytes() for file in files if file.is_file())
+    contents += str(model.stat().st_mtime_ns).encode() if model.is_file() else b""  # a .gguf
     case = {"how": options.how, "script": script, "argv": argv, "world": world, "rank": rank}
-    case["plain"] = name == "plain"
+    case |= {"plain": name == "plain", "versions": [torch.__version__, transformers.__version__]}
     for own in ("optimizer", "recompute", "tile", "head_chunks"):
         case[own] = getattr(options, own)
     if not options.tile and name != "plain" and options.recompute in ("full", "offload"):
         case["tile"] = TILE
-    case |= {"sha256": hashlib.sha256(contents).hexdigest()}
-    case |= {"versions": [torch.__version__, transformers.__version__]}
+    case["sha256"] = hashlib.sha256(contents).hexdigest()
     if options.how == "predicted":  # a peak serves any budget
         return case | {"capability": options.capability}
     return case | {"gpu": gpu_name(), "memory_bytes": options.memory_bytes}

@@ -118,8 +118,10 @@ def main(file):
     follow(lab) of labs/experiments/labN.py, if there is one (lab 8).
     """
     end_with_the_pipe()
-    if os.environ.get("RANK", "0") != "0":
-        follow = getattr(companion("experiments", file), "follow", None)
-        if follow:
-            return follow(load(file))
+    follow = getattr(companion("experiments", file), "follow", None)
+    if follow and "RANK" in os.environ and "MASTER_ADDR" not in os.environ:
+        print("error: RANK is set, MASTER_ADDR is not: unset it, or use torchrun", file=sys.stderr)
+        return 2
+    if follow and os.environ.get("RANK", "0") != "0":
+        return follow(load(file))
     return run_lab(file)

@@ -50,6 +50,7 @@ def start(args):
     with open(Path(__file__).with_suffix(".pids"), "a") as file:
         print(os.getpid(), file=file)
     args.config = SimpleNamespace(vocab_size=9, hidden_size=1, intermediate_size=1, head_dim=1)
+    args.config.rope_parameters = {}
     args.device, args.attention = torch.device("cpu"), "sdpa"
     if "MASTER_ADDR" in os.environ:
         dist.init_process_group("gloo")
