@@ -18,7 +18,12 @@ from pathlib import Path
 from experiments.runs import half, judged, measured, read_runs, scored
 from harness import LABS, load, table
 
-MODELS = load(LABS / "lab11_time.py").MODELS
+lesson = load(LABS / "lab11_time.py")
+MODELS = lesson.MODELS | {  # and presets of the scripts, which have names with hyphens
+    "mistral-7b": lesson.Model(32, 4096, 32, 8, 14336, 32768, False),
+    "qwen3-8b": lesson.Model(36, 4096, 32, 8, 12288, 151936, False),
+    "smollm3-3b": lesson.Model(36, 2048, 16, 4, 11008, 128256, True),
+}
 COLOURS = {"matmul": "#0072b2", "attention": "#56b4e9", "memory": "#009e73"}
 COLOURS |= {"communication": "#d55e00", "host": "#cc79a7", "bubble": "0.8"}
 COLOURS |= {"gradients": "#e69f00", "optimizer": "#f0e442", "other": "0.4"}
@@ -115,7 +120,7 @@ def config_of(model):
     return {"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | sizes
 
 
-def peak_memory(strategies, model, gpus, length, sequences, gpu):
+def peak_memory(strategies, name, gpus, length, sequences, gpu):
     """{strategy: {"peak_bytes", "fits", "why"}} of the worst rank, as oom_search.py predicts them.
 
     With AdamW, its state on the device; of PP as many microbatches as 1F1B has in flight. why: what
@@ -124,10 +129,11 @@ def peak_memory(strategies, model, gpus, length, sequences, gpu):
     found, flight = {}, str(min(sequences, gpus))
     with tempfile.TemporaryDirectory() as folder:
         file, config = Path(folder, "memory.json"), Path(folder, "config.json")
-        config.write_text(json.dumps(config_of(model)))
+        config.write_text(json.dumps(config_of(MODELS[name])))
+        model = name if "-" in name else folder
         for strategy in strategies:
             call = [sys.executable, LABS.parent / "oom_search.py", "--strategy"]
-            call += [*STRATEGIES[strategy][1], "--model", folder, "--nproc", str(gpus)]
+            call += [*STRATEGIES[strategy][1], "--model", model, "--nproc", str(gpus)]
             call += ["--at", str(length), "--gpu", gpu, "--how", "predicted"]
             call += ["--optimizer", "adamw", "--journal", f"{folder}/journal", "--json", file]
             call += ["--batch", flight, "--microbatches", flight] if strategy == "pp" else []
@@ -153,12 +159,12 @@ def ranking(row):
 
 def plan(lab, args, off):
     """Rank the strategies; off: score() of the model where it could be checked."""
-    model, cluster = lab.MODELS[args.model], cluster_of(lab, args.gpu)
+    model, cluster = MODELS[args.model], cluster_of(lab, args.gpu)
     gpus = args.nodes * cluster.node
     tokens, rows = args.sequences * args.length, []
     reasons = {strategy: why_not(model, strategy, gpus) for strategy in STRATEGIES}
     able = [strategy for strategy, reason in reasons.items() if not reason]
-    memory = peak_memory(able, model, gpus, args.length, args.sequences, args.gpu)
+    memory = peak_memory(able, args.model, gpus, args.length, args.sequences, args.gpu)
     for strategy in able:
         parts = strategy_parts(lab, model, strategy, gpus, args.length, args.sequences, cluster)
         seconds = sum(parts.values())
