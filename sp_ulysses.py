@@ -794,6 +794,7 @@ def find_model(name):
     if name in PRESETS:
         family, *sizes = PRESETS[name]
         sizes = dict(zip(SIZES, sizes), max_position_embeddings=1 << 20, pad_token_id=2)
+        sizes["sliding_window"] = None  # as Mistral 7B has it since v0.2
         spread = 0.8 / math.sqrt(sizes["hidden_size"])  # with HF's 0.02 attention is uniform
         return transformers.AutoConfig.for_model(family, **sizes, initializer_range=spread), None
     path = Path(name)

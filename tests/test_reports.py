@@ -120,6 +120,13 @@ def test_oom_search_takes_such_frequencies(tmp_path, config):
     assert run.returncode == 0 and "4 of the 4 steps" in run.stdout, run.stdout + run.stderr
 
 
+def test_a_window_has_no_prediction_with_sdpa(tmp_path):
+    config = SIZES | {"model_type": "mistral", "sliding_window": 4}
+    options = ["--nproc", 1, "--at", 64, "--journal", tmp_path / "journal"]
+    run = python("oom_search.py", "--strategy", "tp", "--model", folder(tmp_path, config), *options)
+    assert run.returncode == 2 and "--attn eager would do" in run.stderr, run.stderr
+
+
 def test_lab_8_tells_of_half_an_environment():
     run = python("labs/lab8_3d.py", env={"RANK": "0", "WORLD_SIZE": "4"})
     assert run.returncode == 2 and run.stderr.startswith("error: RANK is set, MASTER_ADDR")

@@ -54,8 +54,8 @@ def attention(capability, kernels, query, key, value, mask=None, dropout=0.0, ca
     if kernel == "math":
         return aten._scaled_dot_product_attention_math(*inputs, mask, dropout, causal, **how)[0]
     how.pop("enable_gqa", None)  # the other kernels see it by the shapes
-    if mask is not None:
-        raise NotImplementedError("the scripts pass no mask: the kernels are chosen without one")
+    if mask is not None:  # of a sliding window, where the sequence is longer
+        raise UnknownKernel("sdpa with a window: no prediction; --attn eager would do")
     if kernel == "flash":  # it takes heads of 8, 16, 24, ... numbers: others are padded
         d = query.shape[-1]
         inputs = [F.pad(x, (0, -d % 8)) if d % 8 else x for x in inputs]
