@@ -39,8 +39,10 @@ MODELS = {  # As they really come. 2, 3, 4 divide none of vocabulary, intermedia
              "intermediate_size": 48},  # for DTensor
     "six_kv": {"num_key_value_heads": 6, "tie_word_embeddings": True, "attention_bias": True,
                "mlp_bias": True, "pad_token_id": 7},
+    "longrope": {"num_key_value_heads": 2, "rope_scaling": {  # the padding of 13 tokens to 14
+        "type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0, 3.0],  # crosses it
+        "original_max_position_embeddings": 13}},
     "gpt2": {"model_type": "gpt2"},  # to be refused
-    "one_word": {"vocab_size": 1},  # too
     "one_layer": {"num_hidden_layers": 1, "num_key_value_heads": 1},
     "four_heads": {"num_attention_heads": 4, "num_key_value_heads": 1, "hidden_size": 16},
     "seven_heads": {"num_attention_heads": 7, "num_key_value_heads": 1, "hidden_size": 28},
