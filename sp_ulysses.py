@@ -874,10 +874,15 @@ def start(args):
     args.attention = "flash_attention_2" if args.attn == "flash" else args.attn
     args.config, args.source = find_model(args.model)
     finalize_args(args, world)
-    store = None  # where the ranks find each other; None: torchrun's
-    if args.backend == "fake" or not given:
+    if args.json and IS_RANK0:
+        open(args.json, "a").close()  # if it cannot be written, say so now
+    store = dist.HashStore()  # where ranks find each other: here only one
+    if args.backend == "fake":
+        print(f"rank {rank} of {world} with silent peers: times exclude communication")
+    elif given:
+        store = None  # torchrun's
+    else:
         print(f"1 process; for more ranks: torchrun --nproc_per_node=2 {' '.join(sys.argv)}")
-        store = dist.HashStore()
     backend = "cpu:gloo,cuda:nccl" if args.backend == "nccl" else args.backend
     timeout = datetime.timedelta(seconds=args.timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)

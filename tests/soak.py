@@ -18,15 +18,15 @@ from pathlib import Path
 from conftest import changed, live
 from forks import MODELS, STRATEGIES, prepare, run_script
 
-CHOICES = ["tiny", "own_kv", "bias", "shared_kv", "even"]  # tiny, and four random configurations
-WORKS = {"own_kv": [1, 2, 3], "bias": [1, 2, 3, 4], "even": [1, 2, 3, 4], "tiny": [1, 2, 3, 4]}
+CHOICES = ["tiny", "own_kv", "bias", "shared_kv", "even", "head_dim", "olmo2", "deep"]
+WORKS = {"own_kv": [1, 2, 3], "shared_kv": [1, 2, 3, 4, 5]}  # of the others 1 to 4
 
 
 def command(dice, script, folder):
     """A script's arguments, and a number of ranks that can share the model."""
     model = dice.choice(CHOICES)
-    ranks = dice.choice(WORKS.get(model, [1, 2, 3, 4, 5]))
-    if script == "pp.py" and model != "tiny":  # two layers
+    ranks = dice.choice(WORKS.get(model, [1, 2, 3, 4]))
+    if script == "pp.py" and model not in ("tiny", "deep"):  # two layers
         ranks = min(ranks, 2)
     length = dice.choice([2, 3, dice.randint(4, 40), dice.randint(41, 333)])
     options = ["--seed", dice.randrange(10), "--length", length, "--batch", dice.randint(1, 3)]
