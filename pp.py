@@ -762,11 +762,10 @@ def load_model(args):
         raise
     except Exception as problem:  # of many kinds
         raise UsageError(f"cannot load the model {args.model}: {problem!r}") from None
-    wrong = [
-        f"{len(names)} {kind}, {min(map(str, names))}" for kind, names in report.items() if names
-    ]
-    if wrong:
-        raise UsageError(f"weights of {args.model} do not fit its config: {'; '.join(wrong)}")
+    for kind, names in report.items():  # missing, unexpected or mismatched keys
+        if names:
+            first = f"{len(names)} {kind}, {min(map(str, names))}"
+            raise UsageError(f"weights of {args.model} do not fit its config: {first}")
     return model.to(args.device).train()
 
 
@@ -919,8 +918,7 @@ def check_learning(args, group):
     fall = 1 - losses[-1] / losses[0]
     close = all(error <= LEARNING_LIMIT[args.dtype] for error in errors)  # False for NaN
     summary = f"losses within {max(errors):.1e} of one device's, and down by {fall:.0%}"
-    passed = close and fall > 0
-    return summary, {"passed": passed, "loss": losses, "loss_reference": references}
+    return summary, {"passed": close and fall > 0, "loss": losses, "loss_reference": references}
 
 
 class Meter(TorchDispatchMode):
