@@ -218,7 +218,7 @@ def mark(tensor, shard=None, replicas=1, sum_over=None):
 # Copied from tp.py
 def make_shard(full, dim, start, end, replicas=1, sum_over=None):
     """A Parameter with rows (dim 0) or columns (dim 1) [start, end) of full: a copy, not a view."""
-    part = nn.Parameter(full.detach().narrow(dim, start, end - start).clone())
+    part = nn.Parameter(full.narrow(dim, start, end - start).clone())
     return mark(part, (dim, start, end), replicas, sum_over)
 
 
