@@ -96,9 +96,8 @@ def record(script, source, argv, rank, world):
     """The calls of one rank in SCRIPT ARGV, and what it prints."""
     calls, module, output = [], ModuleType("recorded"), io.StringIO()
     module.__file__ = str(ROOT / script)
-    isend, irecv, new_group, init, cpu = (
-        dist.isend, dist.irecv, dist.new_group, dist.init_process_group, torch.Tensor.cpu
-    )  # fmt: skip
+    isend, irecv, new_group, cpu = dist.isend, dist.irecv, dist.new_group, torch.Tensor.cpu
+    stream = SimpleNamespace(synchronize=lambda: note("item"))
 
     def note(what, result=None, **more):
         calls.append(Call(what, **more))
@@ -111,27 +110,23 @@ def record(script, source, argv, rank, world):
     def group_of(ranks, *how, **more):  # in eager mode all ranks make it together
         return note("meet", new_group(ranks, *how, **more), note=f"new group {ranks}")
 
-    replaced = {
-        (dist, "isend"): partial(begin, isend),
-        (dist, "irecv"): partial(begin, irecv),
-        (dist, "send"): lambda *how: begin(isend, *how).wait(),
-        (dist, "recv"): lambda *how: begin(irecv, *how).wait(),
-        (dist, "new_group"): group_of,
-        (c10d, "new_group"): group_of,  # of new_subgroups
-        (dist, "init_process_group"): lambda _, store, **how: init(
-            "fake", store=dist.HashStore(), **how
-        ),
-        (torch.Tensor, "cpu"): lambda x: note("item", cpu(x)),
-        (torch.cpu, "synchronize"): lambda *_: note("sync"),
-        (torch.cuda, "synchronize"): lambda *_: note("sync"),
-        (torch.cuda, "current_stream"): lambda: SimpleNamespace(synchronize=partial(note, "item")),
-    }
-    joined = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
-    with contextlib.ExitStack() as stack:
-        for (owner, name), put in replaced.items():
-            stack.enter_context(mock.patch.object(owner, name, put))
-        stack.enter_context(mock.patch.dict(os.environ, {k: str(v) for k, v in joined.items()}))
-        stack.enter_context(contextlib.redirect_stdout(output))
+    def init(backend, store, **how):
+        c10d.init_process_group("fake", store=dist.HashStore(), **how)
+
+    messages = {"isend": partial(begin, isend), "irecv": partial(begin, irecv)}
+    messages |= {"send": lambda *how: begin(isend, *how).wait()}
+    messages |= {"recv": lambda *how: begin(irecv, *how).wait()}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
+    with (
+        mock.patch.multiple(dist, init_process_group=init, new_group=group_of, **messages),
+        mock.patch.object(c10d, "new_group", group_of),  # of new_subgroups
+        mock.patch.object(torch.Tensor, "cpu", lambda x: note("item", cpu(x))),
+        mock.patch.object(torch.cpu, "synchronize", lambda *_: note("sync")),
+        mock.patch.object(torch.cuda, "synchronize", lambda *_: note("sync")),
+        mock.patch.object(torch.cuda, "current_stream", lambda: stream),
+        contextlib.redirect_stdout(output),
+    ):
         exec(compiled(script, source), vars(module))
         module.gather_objects = lambda value, group: note("meet", [value] * world)  # over gloo
         with Recorder(calls):
@@ -153,10 +148,10 @@ def hang(programs, eager=False, syncing=False):
 
     for rank, calls in enumerate(programs):
         host = stream = "the begin"  # the last events of the host and of the current stream,
-        last = {}  # and of every communicator's
-        begun, count = {}, Counter()
+        last, begun, count = {}, {}, Counter()  # and of each communicator; operations by number
         for number, call in enumerate(calls):
-            before, host = host, f"call {number} of rank {rank}'s host, {call.what}{call.ends or ''}"
+            before = host
+            host = f"call {number} of rank {rank}'s host, {call.what}{call.ends or ''}"
             after[host].append(before)
             if syncing or call.what in ("item", "sync"):
                 after[host].append(stream)
@@ -171,18 +166,19 @@ def hang(programs, eager=False, syncing=False):
                 where = call.group
                 if call.ends and not eager:
                     where = call.group[0], tuple(sorted(call.ends))
-                if not eager and where not in last:
-                    join(f"the making of communicator {where}", where[1], rank, "", before)
-                    after[host].append(f"the making of communicator {where}")
+                if not eager and where not in last:  # rule 1
+                    making = f"the making of communicator {where}"
+                    join(making, where[1], rank, "", before)
+                    after[host].append(making)
                 name, what = "collective", f"{call.what} of {call.note}"
                 if call.ends:
                     name, what = "message from rank {} to {}".format(*call.ends), call.note
                 count[where, name] += 1
                 begun[number] = f"{name}, number {count[where, name]} in communicator {where}"
-                previous = last.get(where, host)
+                previous = last.get(where, host)  # rules 2 and 3
                 join(begun[number], call.ends or where[1], rank, what, host, stream, previous)
                 last[where] = begun[number]
-            if call.what == "wait" or (call.group and not call.ends):
+            if call.what == "wait" or (call.group and not call.ends):  # rule 4
                 waited = begun[number if call.group else call.begun]
                 stream, previous = f"rank {rank}'s stream, waiting in call {number}", stream
                 after[stream] += [previous, waited]
