@@ -28,7 +28,7 @@ DEEP = "deep_untied"  # 5 layers, 12 heads, 4 KV heads: 3 ranks divide none of t
 
 def parsed(script, *options):
     """The arguments of a script, and its process group."""
-    args = script.parse(["--length", "13", "--model", *options])
+    args = script.parse(["--length", "13", "--backend", "gloo", "--model", *options])
     group = script.start(args)
     args.dtype = args.dtype or "float64"
     return args, group
@@ -260,7 +260,7 @@ def add(self, key, size, logits=False, add=Tracker.add):
 
 ours, limit, Tracker.add = [], [2**30], add
 properties, fraction = SimpleNamespace(total_memory=2**30), lambda x, _: limit.append(x * 2**30)
-torch.cuda.get_device_properties = lambda *_: properties
+torch.cuda.get_device_properties, torch.cuda.device_count = lambda *_: properties, lambda: 0
 torch.cuda.set_per_process_memory_fraction = fraction
 torch.cuda.max_memory_allocated = lambda: ours[-1].peak
 torch.cuda.reset_peak_memory_stats = torch.cuda.synchronize = lambda: None
