@@ -279,7 +279,7 @@ def test_a_search_finds_the_limit_and_goes_on_after_a_kill(folder, how, gpus, st
     options = ["--how", how, "--model", "tiny", "--memory-gib", "0.01", "--strategy", strategy]
     search = gpus, [*options, "--nproc", "2", "--lo", "1024"]
     job = subprocess.Popen(command(search), cwd=folder, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
-    wait_for(lambda: (folder / ".oom_search.jsonl").exists() and journal(folder))
+    wait_for(lambda: (folder / ".oom_search.jsonl").exists() and journal(folder), 300)
     job.kill()
     job.wait()
     [row] = run(folder, search)[1][0]["results"]
