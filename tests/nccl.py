@@ -2,11 +2,11 @@
 GPUs or peers (PyTorch's fake process group), are put in order by NCCL's rules, of which gloo has
 none: it buffers messages, waits on the host, and connects all ranks beforehand.
 
-1. A communicator is made when it is first used, and its making blocks the host until all its ranks
-   have come. A single send or receive has one for its two ranks: "Regular P2P Ops, creates (or use
-   existing) dedicated 2-rank communicators" (PyTorch's pull request 160342). Not so in eager mode,
-   with init_process_group's device_id: "all p2p communication would use the same collective
-   communicator" (154132; it began with RFC 129140 and pull request 132900).
+1. A communicator is made when it is first used, for which all its ranks have to come: "a blocking
+   operation on the cpu" (PyTorch's issue 136248). A single send or receive has one for its two
+   ranks: "Regular P2P Ops, creates (or use existing) dedicated 2-rank communicators" (pull request
+   160342). Not so in eager mode, with init_process_group's device_id: "all p2p communication would
+   use the same collective communicator" (154132; it began with RFC 129140 and 132900).
 2. A communicator's operations run in the order of issue, each after what the current stream had
    been given before: "any p2p operations that are issued on that PG would be serialized" (154132).
 3. A send has no buffer: it "needs two NCCL calls: a call to ncclSend() on one rank and a

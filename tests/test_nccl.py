@@ -6,9 +6,10 @@ from itertools import product
 import nccl
 import pytest
 from conftest import changed
-from forks import SMALL
+from forks import MODELS, SMALL
 
 NARROW = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "vocab_size": 16}
+NARROW |= {"num_key_value_heads": 1}
 SHORT = "--length 2 --dtype float32 --loss full --recompute none --bench-iters 1"
 FEWER = {  # than 20 steps; and the silent peers send no loss
     "for step in range(20)": "for step in range(2)",
@@ -28,13 +29,10 @@ def found(ranks, tmp_path):
     """found(world, "tp.py --mode all", put, layers) -> what nccl.report() finds."""
 
     def find(world, command, put=None, layers=2):
-        config = SMALL | NARROW | {"num_key_value_heads": 1, "num_hidden_layers": layers}
+        config = SMALL | NARROW | {"num_hidden_layers": layers}
         (tmp_path / "config.json").write_text(json.dumps(config))
-        script, *argv = f"{command} {SHORT}".split()
-        argv = [
-            f"{ranks.folder}/{word}" if word in ("two_kv", "six_kv", "even") else word
-            for word in argv
-        ]
+        words = f"{command} {SHORT}".split()
+        script, *argv = (f"{ranks.folder}/{word}" if word in MODELS else word for word in words)
         argv += [] if "--model" in argv else ["--model", str(tmp_path)]
         source = changed(script, FEWER | (ON_A_GPU if script == "pp.py" else {}) | (put or {}))
         file = tmp_path / "found.json"
