@@ -84,6 +84,7 @@ SAMPLE = (  # of the slow tests, what CI runs: parts of their ids
     "operators", "excuses", "changes_the_mathematics", "on_the_page", "is_the_scripts", "view_fits",
     "keys_buttons", "in_the_fragment", "broken_fragments", "name_moments", "unless_motion",
     "is_predicted[7", "runs_anew[7", "killed_and_resumed", "interrupted[15", "own_exits_2",
+    "hangs[zb-1-3]", "a_kill[emulated", "all_tokens[",
     "combination_is_exact[sp_ulysses.py---shard-weights-3", "test_site",
 )  # fmt: skip
 

@@ -1,0 +1,296 @@
+"""What can be known without a GPU of a run on one: on which device each tensor is, what reaches
+flash-attn, masks under tracing, and a search for the longest sequence at a limit. results/README.md
+says what cannot."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from contextlib import nullcontext
+from types import ModuleType
+from unittest import mock
+
+import pytest
+import torch
+from conftest import ENVIRONMENT, changed
+from forks import MODELS, ROOT, SMALL, STRATEGIES
+from test_oom_search import command, folder, journal, run, wait_for  # noqa: F401
+from test_proof import load
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.function import BackwardCFunction
+from transformers import masking_utils
+from transformers import modeling_flash_attention_utils as flash_utils
+
+DEEP = "deep_untied"  # 5 layers, 12 heads, 4 KV heads: 3 ranks divide none of them
+
+
+def parsed(script, *options):
+    """The arguments of a script, and its process group."""
+    args = script.parse(["--length", "13", "--backend", "gloo", "--model", *options])
+    group = script.start(args)
+    args.dtype = args.dtype or "float64"
+    return args, group
+
+
+# --------------------------------------------------------------------------------------------------
+# Devices: a step on tensors without data, "on" a GPU
+# --------------------------------------------------------------------------------------------------
+
+
+def backward(root, grad=None):
+    """tensor.backward(), node by node: autograd's own engine wants a GPU for CUDA's tensors."""
+    grad = torch.ones_like(root) if grad is None else grad
+    if root.grad_fn is None:  # a weight
+        root.grad = grad if root.grad is None else root.grad + grad
+        return
+    order, todo, seen = [], [root.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            order.append(node)
+        else:
+            seen.add(node)
+            todo += [node, *(n for n, _ in node.next_functions if n is not None and n not in seen)]
+    grads = {root.grad_fn: {root.output_nr: grad}}
+    for node in reversed(list(dict.fromkeys(order))):
+        come = grads.pop(node, {})
+        if come and hasattr(node, "variable"):
+            backward(node.variable, come[0])
+        elif come:
+            call = node.apply if isinstance(node, BackwardCFunction) else node
+            out = call(*(come.get(i) for i in range(1 + max(come))))
+            out = out if isinstance(out, tuple) else (out,)
+            for (following, i), x in zip(node.next_functions, out):
+                if following is not None and x is not None:
+                    x = x.sum_to_size(following._input_metadata[i].shape)
+                    there = grads.setdefault(following, {})
+                    there[i] = there[i] + x if i in there else x
+
+
+def step_on_cuda(script, put, options, world):
+    script = load(script, put)
+    for rank, attn in [(rank, attn) for rank in range(world) for attn in ("sdpa", "eager")]:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
+        how = ["--backend", "fake", "--mode", "benchmark", "--dtype", "bfloat16", "--attn", attn]
+        args, group = parsed(script, *options, *how)
+        args.device = torch.device("cuda", 0)
+        with FakeTensorMode():
+            model = script.parallelize(script.load_model(args), group, args)
+            ids, labels = script.proof_batch(args, group)
+            logits = script.local_logits(model, ids, group, args)
+            with (
+                mock.patch.object(torch.Tensor, "backward", backward),
+                mock.patch.object(torch.autograd, "backward", backward),
+                mock.patch.object(torch._C, "_current_graph_task_id", lambda: 1),  # recompute once
+            ):
+                loss = script.train_step(model, ids, labels, group, args)
+            assert {x.device for x in (loss, logits) if x is not None} == {args.device}
+            assert {p.grad.device for p in model.parameters()} == {args.device}
+            script.grad_norm(model, group)
+            script.sgd(model, 0.1)
+        script.dist.destroy_process_group()
+
+
+cuda_build = pytest.mark.skipif(
+    torch.version.cuda is None, reason="this torch is a CPU build, which has no CUDA tensors at all"
+)
+
+
+@cuda_build
+@pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
+@pytest.mark.parametrize("script", STRATEGIES)
+def test_all_tensors_of_a_step_are_on_the_gpu(ranks, script, world):
+    options = [f"{ranks.folder}/{DEEP}", *["--schedule", "zb"][: 2 * (script == "pp.py")]]
+    codes, output = ranks.live(1, step_on_cuda, script, {}, options, world)
+    assert codes == [0], output
+
+
+TWO_DEVICES = "found (at least )?two (different )?devices"
+LABELS = "return ids.to(args.device), labels.to(args.device)"
+COLUMN = "softmax.scatter_add_(-1, column"  # in a backward
+ON_THE_CPU = [(script, LABELS, "return ids.to(args.device), labels") for script in STRATEGIES]
+ON_THE_CPU += [("tp.py", COLUMN, f"{COLUMN}.cpu()"), ("pp.py", "device=ids[0].device)", ")")]
+
+
+@cuda_build
+@pytest.mark.parametrize("script,old,new", ON_THE_CPU)
+def test_a_tensor_on_the_cpu_is_found(ranks, script, old, new):
+    codes, output = ranks.live(1, step_on_cuda, script, {old: new}, [f"{ranks.folder}/bias"], 2)
+    assert codes == [1] and re.search(TWO_DEVICES, output), output
+
+
+# --------------------------------------------------------------------------------------------------
+# Tracing: Hugging Face then builds the mask, which it leaves out elsewhere
+# --------------------------------------------------------------------------------------------------
+
+
+def same_logits_when_traced(script, put, options, compiled):
+    script = load(script, put)
+    args, group = parsed(script, *options)
+    tracing = mock.patch.object(masking_utils, "is_tracing", lambda *_: True)
+    with script.upcasts_in_float64(args), torch.no_grad():
+        model = script.parallelize(script.load_model(args), group, args)
+        ids, _ = script.proof_batch(args, group)
+        plain = script.local_logits(model, ids, group, args)
+        if compiled:
+            sys.modules["loaded"] = script  # dynamo looks there
+            model.model.forward = torch.compile(model.model.forward, backend="eager")
+        with nullcontext() if compiled else tracing:
+            traced = script.local_logits(model, ids, group, args)
+    torch.testing.assert_close(traced, plain, rtol=1e-10, atol=1e-10)
+
+
+TRACED = [("sp_megatron.py", False), ("sp_ulysses.py", False)]
+TRACED += [pytest.param("sp_megatron.py", True, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("script,compiled", TRACED)
+def test_under_tracing_the_mask_is_that_of_all_tokens(ranks, script, compiled):
+    options = [f"{ranks.folder}/{DEEP}"]
+    codes, output = ranks.live(2, same_logits_when_traced, script, {}, options, compiled)
+    assert codes == [0, 0], output
+    for part in ("q_length", "kv_length"):
+        put = {f"{part} * group.size()": part}
+        codes, output = ranks.live(2, same_logits_when_traced, script, put, options, compiled)
+        assert codes == [1, 1] and "scaled_dot_product_attention" in output, output
+
+
+# --------------------------------------------------------------------------------------------------
+# flash-attn: what reaches it, and what comes of it
+# --------------------------------------------------------------------------------------------------
+
+
+def attend(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), **_):
+    """flash_attn_func, plainly: q (b, s, heads, d), k and v (b, s, KV heads, d) -> like q.
+    window_size: how many tokens to the left and right of its own a token sees, -1: all."""
+    assert q.shape[0::3] == k.shape[0::3] and k.shape == v.shape and q.shape[1] == k.shape[1]
+    assert (dropout_p, softmax_scale, causal) == (0.0, q.shape[-1] ** -0.5, True)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, 2).to(wide) for x in (k, v))
+    ahead = torch.arange(k.shape[1]) - torch.arange(q.shape[1])[:, None]  # of query by key
+    left, right = (x if x >= 0 else q.shape[1] for x in window_size)
+    seen = (ahead <= (0 if causal else right)) & (ahead >= -left)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.to(wide), k) * softmax_scale
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v).to(q.dtype)
+
+
+def attend_within(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+    dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), deterministic=False,
+):  # fmt: skip
+    """flash_attn_varlen_func: texts one after another, (tokens, heads, d), none sees another.
+    Hugging Face looks at these names: it gives what the function takes."""
+    assert cu_seqlens_q.equal(cu_seqlens_k) and max_seqlen_q == cu_seqlens_q.diff().max()
+    texts = zip(*(x.split(cu_seqlens_q.diff().tolist()) for x in (q, k, v)))
+    how = dropout_p, softmax_scale, causal, window_size
+    return torch.cat([attend(*(x[None] for x in text), *how)[0] for text in texts])
+
+
+def flash_is_sdpa(script, put, options):
+    """Every tensor of the proof with flash, against one device with sdpa, in float64."""
+    package, padding = ModuleType("flash_attn"), ModuleType("flash_attn.bert_padding")
+    package.flash_attn_func, package.flash_attn_varlen_func = attend, attend_within
+    package.flash_attn_with_kvcache = padding.pad_input = padding.unpad_input = None  # unused
+    sys.modules |= {"flash_attn": package, "flash_attn.bert_padding": padding}
+    flash_utils.is_flash_attn_2_available = lambda: True
+    there = {"general_availability_check": lambda: True, "supported_devices": ((lambda: True, ""),)}
+    flash_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2] |= there
+    script = load(script, put)
+    args, group = parsed(script, *options, "--attn", "flash", "--dtype", "bfloat16")
+    args.dtype, args.attention = "float64", "sdpa"
+    with script.upcasts_in_float64(args):
+        expected = script.take_steps(script.load_model(args), args, group, parallel=False)
+        args.attention = "flash_attention_2"
+        model = script.parallelize(script.load_model(args), group, args)
+        found = script.take_steps(model, args, group, parallel=True)
+    rows = script.compare(found, expected, args, group)
+    assert all(row["passed"] for row in rows), "other than sdpa"
+    assert flash_utils._loaded_implementation == args.attention, "flash was not used"
+
+
+SIZES = [(2, 1, 5), (3, 3, 0)]  # ranks, sequences, the window that a token sees (0: all before it)
+MORE = [(1, 1, 0), (1, 3, 5), (2, 3, 5), (2, 1, 0), (3, 1, 5)]
+SIZES += [pytest.param(*size, marks=pytest.mark.slow) for size in MORE]
+
+
+@pytest.mark.parametrize("script", STRATEGIES)
+@pytest.mark.parametrize("world,batch,window", SIZES)
+def test_flash_attention_is_given_what_sdpa_is(ranks, tmp_path, script, world, batch, window):
+    config = (
+        SMALL | MODELS[DEEP] | ({"model_type": "mistral", "sliding_window": 5} if window else {})
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    microbatches = ["--microbatches", "1"] if script == "pp.py" and batch == 1 else []
+    options = [str(tmp_path), "--batch", str(batch), *microbatches]
+    codes, output = ranks.live(world, flash_is_sdpa, script, {}, options)
+    assert codes == [0] * world, output
+
+
+ENTER = 'return args, kwargs | {"hidden_states": hidden}'
+STOCK = "mask, **others)\n    return heads_to_tokens"
+RESTART = '| {"position_ids": %s["position_ids"] %% 5}'
+WRONG = [  # as if texts of five tokens had been packed. sdpa does not look at positions
+    ("tp.py", ENTER, f"{ENTER} {RESTART % 'kwargs'}"),
+    ("sp_megatron.py", ENTER, f"{ENTER} {RESTART % 'kwargs'}"),
+    ("sp_ulysses.py", STOCK, STOCK.replace("**others", f"**(others {RESTART % 'others'})")),
+]
+
+
+@pytest.mark.parametrize("script,old,new", WRONG)
+def test_a_wrong_position_is_found(ranks, script, old, new):
+    options = [f"{ranks.folder}/{DEEP}", "--batch", "1"]
+    codes, output = ranks.live(2, flash_is_sdpa, script, {old: new}, options)
+    assert codes == [1, 1] and "other than sdpa" in output, output
+
+
+# --------------------------------------------------------------------------------------------------
+# A search on a GPU whose memory is a number
+# --------------------------------------------------------------------------------------------------
+
+GPU = """
+def add(self, key, size, logits=False, add=Tracker.add):
+    ours.append(self)
+    if self.now + size > limit[-1]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate %d bytes" % size)
+    add(self, key, size, logits)
+
+ours, limit, Tracker.add = [], [2**30], add
+properties, fraction = SimpleNamespace(total_memory=2**30), lambda x, _: limit.append(x * 2**30)
+torch.cuda.get_device_properties, torch.cuda.device_count = lambda *_: properties, lambda: 0
+torch.cuda.set_per_process_memory_fraction = fraction
+torch.cuda.max_memory_allocated = lambda: ours[-1].peak
+torch.cuda.reset_peak_memory_stats = torch.cuda.synchronize = lambda: None
+"""  # what a step asks of torch.cuda, where its tensors are the CPU's and Tracker is the allocator
+ON_IT = {'cuda = args.device.type == "cuda"': "cuda = not predicted", 'else "spawn"': 'else "fork"'}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how,gpus,strategy", [("emulated", 1, "pp"), ("measured", 2, "sp")])
+def test_a_search_finds_the_limit_and_goes_on_after_a_kill(folder, how, gpus, strategy):  # noqa: F811
+    """The real scripts. This proves the search, and the calls: a real allocator needs a GPU."""
+    for script in ("pp.py", "sp_megatron.py"):
+        shutil.copy(ROOT / script, folder)
+    source = changed("oom_search.py", ON_IT).replace("# ---- 2.", GPU + "\n\n# ---- 2.")
+    (folder / "oom_search.py").write_text(source)
+    options = ["--how", how, "--model", "tiny", "--memory-gib", "0.01", "--strategy", strategy]
+    search = gpus, [*options, "--nproc", "2", "--lo", "1024"]
+    job = subprocess.Popen(command(search), cwd=folder, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
+    wait_for(lambda: (folder / ".oom_search.jsonl").exists() and journal(folder), 300)
+    job.kill()
+    job.wait()
+    [row] = run(folder, search)[1][0]["results"]
+    known = [json.dumps(entry["case"], sort_keys=True) for entry in journal(folder)]
+    assert len(known) == len(set(known)) > 2, "what ran before the kill did not run again"
+    assert {entry["result"]["verdict"] for entry in journal(folder)} == {"ran", "oom"}
+    assert (row["how"], row["too_long"] - row["longest"]) == (how, 16)
+    if how == "emulated":  # gloo's threads let go of a message at some later moment
+        assert sum(row["breakdown"].values()) == max(row["peak_memory_bytes"]) <= 0.01 * 2**30
+        options[options.index("0.01")] = "1"
+        at = ["--nproc", "2", "--at", str(row["longest"]), str(row["too_long"])]
+        [row] = run(folder, (gpus, [*options, *at]))[1][0]["results"]
+        fits, does_not = (max(entry["peak_memory_bytes"]) for entry in row["at"])
+        assert fits <= 0.01 * 2**30 < does_not
