@@ -47,6 +47,7 @@ def check_initial(lab, group, seed):
         dim, (m, n) = finished.CUT[name.split(".")[-1]]
         index = torch.arange(m * n).view(m, n)
         full = (finished.uniform(seed, name, index) - 0.5) * finished.SPREAD
+        shifted = finished.uniform(seed, name, index) * finished.SPREAD
         across = torch.arange(m * n).view(n, m).T
         across = (finished.uniform(seed, name, across) - 0.5) * finished.SPREAD
         for block, right in enumerate(full.chunk(finished.BLOCKS, dim)):
@@ -58,7 +59,7 @@ def check_initial(lab, group, seed):
             hints["element (i, j) has the number i n + j"] = across.chunk(finished.BLOCKS, dim)[
                 block
             ]
-            hints["uniform() - 0.5, times SPREAD"] = right + 0.5 * finished.SPREAD
+            hints["uniform() - 0.5, times SPREAD"] = shifted.chunk(finished.BLOCKS, dim)[block]
             hint = f"block {block} of dim {dim}: its own rows or columns"
             bits(f"{name}, block {block}", found, right, hints, hint)
             made = (
@@ -106,21 +107,17 @@ def check_batch_at(lab, group, seed):
     for examples, size in (12, 4), (24, 4), (8, 8):
         lab.EXAMPLES, lab.B = examples, size
         each = examples // size
-
         for step in range(3 * each):
             epoch, place = divmod(step, each)
             start = place * size
             found = lab.batch_at(step, seed)
             right = torch.tensor(drawn_order(seed, epoch, examples)[start : start + size])
-            hints = {
-                "another order in each epoch": drawn_order(seed, 0, examples)[start : start + size]
-            }
-            hints["ascending"] = drawn_order(seed, epoch, examples)[::-1][start : start + size]
-            hints["each epoch goes through all of them: the step within the epoch"] = drawn_order(
-                seed, step, examples
-            )[:size]
-            hints["in a random order"] = [*range(start, start + size)]
-            hints = {text: torch.tensor(numbers) for text, numbers in hints.items()}
+            wrong = {"another order in each epoch": drawn_order(seed, 0, examples)[start:]}
+            wrong["ascending"] = drawn_order(seed, epoch, examples)[::-1][start:]
+            hint = "an order for each epoch, not for each step"
+            wrong[hint] = drawn_order(seed, step, examples)
+            wrong["in a random order"] = [*range(start, start + size)]
+            hints = {text: torch.tensor(numbers[:size]) for text, numbers in wrong.items()}
             hint = f"{each} steps are an epoch"
             bits(f"{examples} examples, step {step}", found, right, hints, hint)
     return "three epochs of several sizes: each sequence once, as drawn"
@@ -133,9 +130,8 @@ def check_tree_sum(lab, group, seed):
             with Unchanged(parts=parts):
                 found = lab.tree_sum(tuple(parts))  # a tuple, as autograd gives
             hints = {text: order(parts) for text, order in ORDERS.items()}
-            hints["in the parts' dtype: each sum is rounded"] = sum(p.float() for p in parts).to(
-                dtype
-            )
+            wide = tree([part.float() for part in parts]).to(dtype)
+            hints["in the parts' dtype: each sum is rounded"] = wide
             bits(f"{count} parts, {dtype}", found, tree(parts), hints, "as in the picture above")
     return "1 to 16 parts, float32 and bfloat16: the tree's bits"
 
