@@ -160,7 +160,9 @@ def check_reduce(name, sent):
                     expect(not others, f"{told}: {', '.join(others)}", "exchange() is all it takes")
                     moved = traffic.bytes("send") // dtype.itemsize
                     found = f"{told}: {moved} numbers are sent, {numbers} would do"
-                    hint = "keep one half, give the other: half as much at each distance"
+                    hint = (
+                        "doubling: log2(P) exchanges of x; halving: half as much at each distance"
+                    )
                     expect(moved == numbers, found, hint)
         return (
             "1, 2 and 4 ranks, float32 and bfloat16: the tree's bits, and the bytes of the formula"
@@ -265,6 +267,11 @@ def check_gradients(lab, group, seed):
         both = isinstance(right, dict) and [*right] == keys
         expect(both, "the second of the pair is no {key: gradient} with the keys of w")
         shapes = {*products.shapes}
+        wanted, theirs = finished.gradients(batch, state["weights"], one, 5, seed)
+        hint = "dropout counts tokens through the batch: it needs the sequence's number, i"
+        near(f"one rank, {dtype}: the loss", loss, wanted, None, hint, 1e-4)
+        for key in keys:
+            near(f"one rank, {dtype}: {key}'s gradient", right[key], theirs[key], None, hint)
         for told, layout in layouts(lab):
             w = finished.new_state(layout, seed, dtype)["weights"]
             with Products() as products:
