@@ -53,10 +53,10 @@ CUT |= {"down": (1, (H, WIDTH)), "norm1": (None, (H,)), "norm2": (None, (H,))}
 
 
 class Layout:
-    """Of dp x tp ranks: the sequences of a batch are dealt out over dp, blocks over tp."""
+    """Of two groups, dp x tp ranks: a batch's sequences are dealt out over dp, blocks over tp."""
 
     def __init__(self, dp, tp):
-        self.dp, self.tp = dp, tp  # groups
+        self.dp, self.tp = dp, tp
         self.sequences, self.blocks = own(B, dp), own(BLOCKS, tp)
 
 
@@ -88,7 +88,7 @@ def uniform(seed, name, a, b=0, c=0):
 
     a, b, c: whole numbers. A multiple of 2 ** -24 is exact: no machine rounds it.
     """
-    bits, *_ = philox((a, b, c, zlib.crc32(name.encode())), (seed, 0))
+    bits = philox((a, b, c, zlib.crc32(name.encode())), (seed, 0))[0]
     return (bits >> 8).float() * 2.0**-24
 
 
@@ -149,8 +149,7 @@ def tree_sum(parts):
 
 def exchange(x, peer, group):
     """Send x to rank `peer` of the group; returns what it sends, of the same shape."""
-    x = x.contiguous()
-    got = torch.empty_like(x)
+    x, got = x.contiguous(), torch.empty_like(x).contiguous()
     send = dist.P2POp(dist.isend, x, group=group, group_peer=peer)
     receive = dist.P2POp(dist.irecv, got, group=group, group_peer=peer)
     for work in dist.batch_isend_irecv([send, receive]):
@@ -233,7 +232,7 @@ class Leave(torch.autograd.Function):
 
 # ---- The lesson 3: LLaMA in blocks ---------------------------------------------------------------
 
-# w {(name, block): tensor}: of what is not cut, block is None. drop(x, site, first): see forward().
+# w {(name, block): tensor}: of what is not cut, block is None. drop(x, site, first): see dropout().
 
 
 def rows_of(ids, block):
@@ -266,34 +265,35 @@ def attend(q, k, v):
     q, k, v = (y.unflatten(1, (-1, D)).transpose(0, 1) for y in (q, k, v))  # (heads, s, d)
     q, k = rotate(q), rotate(k)
     k, v = (y.repeat_interleave(HEADS // KV, 0) for y in (k, v))
-    later = torch.ones(len(q[0]), len(q[0]), dtype=torch.bool).triu(1)
-    scores = (q @ k.mT / math.sqrt(D)).masked_fill(later, -torch.inf)
+    scores = q @ k.mT / math.sqrt(D)
+    scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
     return (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
 
 
-def attention(x, w, name, layout):
-    """x (s, h) -> (s, h): each block has heads of its own."""
-    parts = []
-    for block, y in zip(layout.blocks, Enter.apply(x, len(layout.blocks), layout.tp)):
-        q, k, v = (F.linear(y, w[f"{name}.{which}", block]) for which in "qkv")
-        parts.append(F.linear(attend(q, k, v), w[f"{name}.o", block]))
-    return Leave.apply(layout.tp, *parts)
+def attention(w, name, block, y):
+    """One block's part of attention, which has heads of its own: y (s, h) -> (s, h)."""
+    q, k, v = (F.linear(y, w[f"{name}.{which}", block]) for which in "qkv")
+    return F.linear(attend(q, k, v), w[f"{name}.o", block])
 
 
-def mlp(x, w, name, layout, drop):
-    """down drop(silu(gate x) (up x)): x (s, h) -> (s, h), a product of each block for itself.
+def mlp(w, name, drop, block, y):
+    """One block's part of down drop(silu(gate y) (up y)): y (s, h) -> (s, h).
 
-    The weights are w[f"{name}.gate", block], .. of this rank's layout.blocks. A block has WIDTH /
-    BLOCKS features; drop(y, "mlp", first) sets some of y to zero, whose first feature has the
-    number first among all WIDTH.
+    Weights: w[f"{name}.gate", block], .. drop(x, "mlp", first): x's first feature has the number
+    first among all WIDTH, of which a block has WIDTH / BLOCKS.
     """
     # exercise: mlp
-    parts, size = [], WIDTH // BLOCKS
-    for block, y in zip(layout.blocks, Enter.apply(x, len(layout.blocks), layout.tp)):
-        gate, up = (F.linear(y, w[f"{name}.{which}", block]) for which in ("gate", "up"))
-        hidden = drop(F.silu(gate) * up, "mlp", block * size)
-        parts.append(F.linear(hidden, w[f"{name}.down", block]))
-    return Leave.apply(layout.tp, *parts)
+    gate, up = (F.linear(y, w[f"{name}.{which}", block]) for which in ("gate", "up"))
+    hidden = drop(F.silu(gate) * up, "mlp", block * (WIDTH // BLOCKS))
+    return F.linear(hidden, w[f"{name}.down", block])
+    # end exercise
+
+
+def in_blocks(part, x, layout):
+    """The tree's sum over the blocks of all ranks of part(block, x): (s, h) -> (s, h)."""
+    # exercise: mlp
+    copies = Enter.apply(x, len(layout.blocks), layout.tp)
+    return Leave.apply(layout.tp, *[part(block, y) for block, y in zip(layout.blocks, copies)])
     # end exercise
 
 
@@ -304,9 +304,9 @@ def forward(ids, w, layout, sequence, step, seed):
         name = f"layers.{layer}"
         drop = partial(dropout, layer=layer, sequence=sequence, step=step, seed=seed)
         y = F.rms_norm(x, (H,), w[f"{name}.norm1", None], EPS)
-        x = x + drop(attention(y, w, name, layout), "attention", 0)
+        x = x + drop(in_blocks(partial(attention, w, name), y, layout), "attention", 0)
         y = F.rms_norm(x, (H,), w[f"{name}.norm2", None], EPS)
-        x = x + drop(mlp(y, w, name, layout, drop), "residual", 0)
+        x = x + drop(in_blocks(partial(mlp, w, name, drop), y, layout), "residual", 0)
     x = F.rms_norm(x, (H,), w["norm", None], EPS)
     entered = Enter.apply(x, len(layout.blocks), layout.tp)
     return [F.linear(y, w["head", block]) for block, y in zip(layout.blocks, entered)]
@@ -423,9 +423,8 @@ def resume(folder, layout):
 def cost(dp, tp, itemsize):
     """(bytes that a rank sends, its matrix products) in a step on dp x tp ranks, as run above.
 
-    itemsize: bytes of a weight, and of x. Count all_reduce() alone, with the bytes of halving() or
-    doubling(); the loss and its sums over the vocabulary are float32. A linear is one product
-    forward and two backward; attention is two and four.
+    itemsize: bytes of a weight, and of x; the loss and its sums over the vocabulary are float32.
+    Bytes: those of all_reduce(). A linear is a product forward and two backward, attention 2 and 4.
     """
 
     # exercise: cost

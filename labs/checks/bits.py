@@ -4,6 +4,8 @@ A sum's bits come from a tree that is put together from halves, not from neighbo
 values come from Hugging Face; its bits are compared with those of one rank of the same answers.
 """
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -206,8 +208,8 @@ def mlp_case(lab, layout, seed, dtype):
 
     given = x.clone().requires_grad_()
     with Products() as products:
-        out = lab.mlp(given, w, name, layout, drop)
-        expect(isinstance(out, torch.Tensor), f"mlp() returns {type(out).__name__}")
+        out = lab.in_blocks(partial(lab.mlp, w, name, drop), given, layout)
+        expect(isinstance(out, torch.Tensor), f"in_blocks() returns {type(out).__name__}")
         hint = "Enter in front, Leave behind, and nothing detached between them"
         leaves = [given, *w.values()]
         grads = attempt("the MLP's backward", hint, torch.autograd.grad, out, leaves, dy)
