@@ -149,7 +149,7 @@ def tree_sum(parts):
 
 def exchange(x, peer, group):
     """Send x to rank `peer` of the group; returns what it sends, of the same shape."""
-    x, got = x.contiguous(), torch.empty_like(x).contiguous()
+    x, got = x.contiguous(), x.new_empty(x.shape)
     send = dist.P2POp(dist.isend, x, group=group, group_peer=peer)
     receive = dist.P2POp(dist.irecv, got, group=group, group_peer=peer)
     for work in dist.batch_isend_irecv([send, receive]):
