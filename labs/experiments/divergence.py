@@ -63,6 +63,21 @@ def log_probabilities(group, groups, lab, seed):
     return found
 
 
+def rows_alone(size, seed):
+    """{dtype: {n: [numbers that differ, of how many]}}: n rows of a product beside those alone.
+
+    The batch size chooses the kernel, and the order in it; on some machines nothing differs.
+    """
+    numbers, found = torch.Generator().manual_seed(seed), {}
+    for dtype in torch.float32, torch.bfloat16:
+        x, w = (torch.randn(size, size, generator=numbers).to(dtype) for _ in range(2))
+        together, row = x @ w.T, found.setdefault(str(dtype).removeprefix("torch."), {})
+        for n in (1, 2, 8, size // 2):
+            alone = x[:n] @ w.T
+            row[n] = [int((alone != together[:n]).sum()), alone.numel()]
+    return found
+
+
 def sums_in_every_order(count, tries, seed):
     """{dtype: [the sum of the same numbers, in units of the exact sum's last place]}."""
     numbers, chosen, found = torch.Generator().manual_seed(seed), random.Random(seed), {}

@@ -12,6 +12,7 @@ from harness import on_ranks, table
 from pictures import BLUE, GREY, ORANGE, PINK, picture
 
 COUNT, TRIES = 64, 5_000  # numbers of a sum, orders in which they are added
+SIZE = 256  # rows, columns and depth of a product
 
 
 def add_options(parser):
@@ -125,6 +126,20 @@ def show_divergence(found):
     return rows, off
 
 
+def show_rows(seed):
+    """What a batch size does to a product on this machine: divergence.rows_alone()."""
+    found = divergence.rows_alone(SIZE, seed)
+    print(
+        f"\n  A product of {SIZE} rows beside one of its first rows alone: numbers that differ here"
+    )
+    sizes = [*next(iter(found.values()))]
+    lines = [["", *(f"{n} row{'s' * (n > 1)}" for n in sizes)]]
+    for dtype, row in found.items():
+        lines.append([dtype, *(f"{differ} of {of:,}" for differ, of in row.values())])
+    table(*lines)
+    return found
+
+
 def experiment(lab, args):
     """All of it: {"proof", "costs", "broken", "divergence", "orders", "failed": what is off}."""
     ranks = on_ranks(args.ranks, same_bits.everything, lab, args.seed, args.ranks, timeout=600)
@@ -147,6 +162,7 @@ def experiment(lab, args):
             end="",
         )
     print()
+    found["rows"] = show_rows(args.seed)
     for line in off:
         print(f"  {line}")
     return found | {"failed": off}
