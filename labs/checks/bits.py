@@ -1,4 +1,4 @@
-"""Comparison to the bit, layouts of four ranks, and the shapes of products: for lab 16.
+"""Comparison to the bit, layouts of four ranks, and the calls of products: for lab 16.
 
 A sum's bits come from a tree that is put together from halves, not from neighbours. A model's
 values come from Hugging Face; its bits are compared with those of one rank of the same answers.
@@ -124,16 +124,29 @@ def layouts(lab, shapes=LAYOUTS):
 
 
 class Products(TorchDispatchMode):
-    """Notes the shapes of every matrix product's operands while inside."""
+    """Notes every matrix product while inside: its name, and of each operand the shape, the strides
+    and the address modulo 64, by which a kernel may choose another order."""
 
     def __init__(self):
         super().__init__()
-        self.shapes = []
+        self.calls = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._opname in PRODUCTS:
-            self.shapes.append(tuple(tuple(x.shape) for x in args if isinstance(x, torch.Tensor)))
+            given = [x for x in args if isinstance(x, torch.Tensor)]
+            how = ((tuple(x.shape), x.stride(), x.data_ptr() % 64) for x in given)
+            self.calls.append((func._opname, *how))
         return func(*args, **(kwargs or {}))
+
+
+def same_calls(told, mine, right, hint):
+    """Raise Wrong unless the same kinds of products are made as on one rank."""
+    other = sorted({*mine} ^ {*right})
+    if other:
+        name, *operands = other[0]
+        sizes = " by ".join(str(shape) for shape, *_ in operands)
+        where = "here" if other[0] in mine else "on one rank"
+        raise Wrong(f"{told}: a product, {name} of {sizes}, only {where}", hint)
 
 
 class Largest(TorchDispatchMode):
@@ -219,7 +232,7 @@ def mlp_case(lab, layout, seed, dtype):
     gate, up, down = (full[f"{name}.{key}"] for key in keys)
     hidden = F.silu(wide @ gate.T) * (wide @ up.T)
     undropped = hidden @ down.T
-    return found, products.shapes, drop(hidden, "mlp", 0) @ down.T, undropped
+    return found, products.calls, drop(hidden, "mlp", 0) @ down.T, undropped
 
 
 def own_part(state, layout):

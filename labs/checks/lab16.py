@@ -2,7 +2,7 @@
 
 Sums are held against a tree of their own, to the bit. A model's values are held against plain
 torch's and Hugging Face's; its bits against those of the same answers on one rank, and its products
-against each other's shapes: an answer may call another kernel than ours, but it has to be the same
+against each other's: an answer may call another kernel than ours, but it has to be the same
 call on any number of ranks. See bits.py.
 """
 
@@ -32,6 +32,7 @@ from checks.bits import (
     near,
     one_by_one,
     own_part,
+    same_calls,
     tree,
 )
 from checks.compare import attempt
@@ -206,7 +207,7 @@ def check_edges(lab, group, seed):
 
 def check_mlp(lab, group, seed):
     for dtype in DTYPES:
-        one, shapes, right, undropped = mlp_case(lab, alone(lab), seed, dtype)
+        one, calls, right, undropped = mlp_case(lab, alone(lab), seed, dtype)
         hints = {"drop() between the two, of each block": undropped}
         hint = "down drop(silu(gate x) (up x)); drop's first is block WIDTH / BLOCKS"
         near(f"one rank, {dtype}: out", one["out"], right, hints, hint)
@@ -214,8 +215,7 @@ def check_mlp(lab, group, seed):
             mine, others, *_ = mlp_case(lab, layout, seed, dtype)
             hint = "Leave sums over all ranks, block by block"
             near(f"{told}, {dtype}: out", mine["out"], right, hints, hint)
-            found = f"{told}: products of {others[0]}, on one rank of {shapes[0]}"
-            expect({*others} == {*shapes}, found, OF_BLOCK)
+            same_calls(told, others, calls, OF_BLOCK)
             as_alone(f"{told}, {dtype}", mine, one, OF_BLOCK)
     return "1, 2 and 4 ranks, float32 and bfloat16: the same products, the same bits, both ways"
 
@@ -264,9 +264,9 @@ def check_gradients(lab, group, seed):
         with Products() as products:
             loss, right = lab.gradients(batch, state["weights"], one, 5, seed)
         keys = [*state["weights"]]
-        both = isinstance(right, dict) and [*right] == keys
+        both = isinstance(right, dict) and {*right} == {*keys}
         expect(both, "the second of the pair is no {key: gradient} with the keys of w")
-        shapes = {*products.shapes}
+        calls = products.calls
         wanted, theirs = finished.gradients(batch, state["weights"], one, 5, seed)
         hint = "dropout counts tokens through the batch: it needs the sequence's number, i"
         near(f"one rank, {dtype}: the loss", loss, wanted, None, hint, 1e-4)
@@ -277,9 +277,7 @@ def check_gradients(lab, group, seed):
             with Products() as products:
                 mine, grads = lab.gradients(batch, w, layout, 5, seed)
             hint = "own sequences, then tree_sum() of them and all_reduce() over layout.dp"
-            expect(
-                {*products.shapes} == shapes, f"{told}: other products", "one sequence at a time"
-            )
+            same_calls(told, products.calls, calls, "one sequence at a time")
             as_alone(f"{told}, {dtype}", {"the loss": mine}, {"the loss": loss}, hint)
             as_alone(f"{told}, {dtype}", grads, right, hint)
     lab.DROP, state = 0, finished.new_state(one, seed, torch.float32)
@@ -333,7 +331,7 @@ def check_cost(lab, group, seed):
             found = lab.cost(dp, tp, dtype.itemsize)
             pair = isinstance(found, tuple) and len(found) == 2
             expect(pair, f"{told}: cost() is {found}", "(bytes, products)")
-            sent, count = traffic.bytes("send"), len(products.shapes)
+            sent, count = traffic.bytes("send"), len(products.calls)
             hint = (
                 "halving sends 2 (P - 1) / P, doubling log2(P) times the tensor; see all_reduce()"
             )

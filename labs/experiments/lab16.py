@@ -52,7 +52,7 @@ def show_costs(ranks, lab):
     rows, off = [], []
     lines = [["dp x tp", "bytes sent", "formula", "products", "formula", "plain has"]]
     for dp, tp, *_ in ranks[0]["costs"]:
-        every = [each[2:] for rank in ranks for each in rank["costs"] if each[:2] == (dp, tp)]
+        every = [each[2:4] for rank in ranks for each in rank["costs"] if each[:2] == (dp, tp)]
         sent, products = every[0]
         formula = lab.cost(dp, tp, 4)
         row = {"dp": dp, "tp": tp, "bytes": sent, "products": products, "formula": formula}
@@ -64,6 +64,13 @@ def show_costs(ranks, lab):
         lines.append([f"{dp} x {tp}", *cells])
     print("\nA step in float32: bytes that a rank sends, and its matrix products")
     table(*lines)
+    kinds = [each[4] for rank in ranks for each in rank["costs"]]
+    if any(other != kinds[0] for other in kinds):
+        off.append("a layout has other kinds of products than one rank")
+    print(
+        f"  {len(kinds[0])} kinds of products, by shape, strides and address modulo 64 of what is"
+    )
+    print("  multiplied: the same in every layout, on every rank")
     times = ranks[0]["seconds"]
     more = times[lab.BLOCKS] / times[1]
     print(

@@ -111,7 +111,7 @@ def proof(group, groups, lab, seed):
 
 
 def costs(group, groups, lab, seed):
-    """[(dp, tp, bytes sent, products)] of this rank, a step in float32."""
+    """[(dp, tp, bytes sent, products, kinds of products)] of this rank, a step in float32."""
     data, found = data_of(seed), []
     for dp, tp in groups:
         if groups[dp, tp]:
@@ -119,7 +119,8 @@ def costs(group, groups, lab, seed):
             state = lab.new_state(layout, seed, torch.float32)
             with Traffic() as traffic, Products() as products:
                 lab.train(state, data, 1, layout, seed)
-            found.append((dp, tp, traffic.bytes("send"), len(products.shapes)))
+            kinds = sorted({*products.calls})
+            found.append((dp, tp, traffic.bytes("send"), len(products.calls), kinds))
         dist.barrier(group)
     return found
 
