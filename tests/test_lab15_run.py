@@ -56,6 +56,7 @@ def test_the_table_of_nets_is_what_the_checker_says():
     assert changed <= {(script, bug) for script, bugs in BUGS.items() for bug in bugs}
 
 
+@pytest.mark.slow  # 10 s
 def test_bits_are_judged_anew():
     for script, bugs in bits_bugs.judge(seed=0).items():
         for bug, row in bugs.items():

@@ -181,7 +181,7 @@ def draw(results, path):
         axis = axes["orders"]
         for (dtype, sums), colour in zip(results["orders"].items(), (BLUE, ORANGE)):
             look = {"histtype": "step", "lw": 2, "color": colour, "label": dtype}
-            axis.hist(sums, bins=41, range=(-10.25, 10.25), **look)
+            axis.hist(sums, bins=21, range=(-10.5, 10.5), **look)
         axis.set(xlabel="off the exact sum, in units of the last place", ylabel="orders")
         axis.set_title(f"One sum of {COUNT} numbers in {TRIES:,} orders", loc="left")
         axis.legend(frameon=False)
@@ -201,7 +201,7 @@ def draw_log(axis, rows):
     axis.axvline(0, color="black", lw=3, label=f"tree, any tp: all {count} at 0")
     axis.set(xlabel="log probability less that of tp 1", ylabel="tokens")
     axis.set_title("The same model and tokens in bfloat16", loc="left")
-    axis.legend(frameon=False)
+    axis.legend(frameon=False, fontsize=8, loc="upper left")
 
 
 def draw_bytes(axis):
