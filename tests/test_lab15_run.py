@@ -10,7 +10,7 @@ from learner import CHECKS, LABS, SHOWN, harness, run_lab
 
 SHOWN["lab15"]  # its import found experiments/ and checks/
 from checks import lab3, typed  # noqa: E402
-from experiments import oracle, typed_bugs  # noqa: E402
+from experiments import bits_bugs, oracle, typed_bugs  # noqa: E402
 
 lab = harness.load(LABS["lab15"])
 NETS = json.loads((ROOT / "labs" / "data" / "nets.json").read_text())
@@ -41,6 +41,7 @@ def test_what_is_wrong_on_numbers_is_refused(options, monkeypatch, tmp_path):
 def test_the_table_of_nets_is_what_the_checker_says():
     expected = {f"{script}.py": list(bugs) for script, bugs in BUGS.items()}
     expected["lab3"] = list(lab3.CHECKS)
+    expected["lab16"] = sorted(change.__name__ for change in bits_bugs.SURE)
     assert {script: list(bugs) for script, bugs in NETS.items()} == expected
     for script, bugs in BUGS.items():
         assert typed_bugs.script_says(script) is None, "without a bug it is accepted"
@@ -55,10 +56,18 @@ def test_the_table_of_nets_is_what_the_checker_says():
     assert changed <= {(script, bug) for script, bugs in BUGS.items() for bug in bugs}
 
 
+@pytest.mark.slow  # 10 s
+def test_bits_are_judged_anew():
+    for script, bugs in bits_bugs.judge(seed=0).items():
+        for bug, row in bugs.items():
+            seen = NETS[script][bug] if script == "lab16" else {*NETS[script][bug]} & {"bits"}
+            assert {*row} == {*seen}, (script, bug)
+
+
 def test_the_list_names_the_nets():
     lines = python("labs/break_it.py", "--list").stdout.splitlines()
     at = lines.index("  wrong_shard")
-    assert lines[at + 2] == "      seen by parity"
+    assert lines[at + 2] == "      seen by parity, bits"
     at = lines.index("  unsummed_norm_gradient")
     assert lines[at + 2] == "      seen by types, parity"
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from checks import lab3, typed
 from checks.typed import PROGRAMS
-from experiments import oracle, price, typed_bugs
+from experiments import bits_bugs, oracle, price, typed_bugs
 from experiments.lab3 import WRONG, size, try_all
 from harness import LABS, load, on_ranks, table
 from pictures import BLUE, GREY, PALE, picture
@@ -26,7 +26,7 @@ NETS = LABS / "data" / "nets.json"
 SHOWN = "sp_block"  # the program that the question is about
 HOWS = "dropped", "doubled", "changed", "exchanged"
 WATCHING = "adaptive_timing", "rank_0_clock"  # no number of the model is wrong
-JUDGED = "types", "parity"  # bits: still open
+JUDGED = "types", "parity", "bits"
 
 
 def judge(lab, name, seed, everything):
@@ -79,11 +79,13 @@ def show_mutants(lab, args):
 
 
 def type_verdicts():
-    """{script or lab3: {bug: what the checker says, or None}}."""
+    """{script, lab3 or lab16: {bug: what the checker says, or None}}."""
     found = {}
     for script, bugs in break_it.BUGS.items():
         found[f"{script}.py"] = {bug: typed_bugs.script_says(script, bug) for bug in bugs}
     found["lab3"] = {name: typed_bugs.pitfall_says(name) for name in lab3.CHECKS}
+    # orders of sums and random numbers: a type says nothing of either
+    found["lab16"] = {bug: None for script, bug in sorted(bits_bugs.JUDGED) if script == "lab16"}
     return found
 
 
@@ -109,13 +111,15 @@ def pitfalls_seen(seed):
 
 
 def make_nets(seed):
-    """labs/data/nets.json anew: {script: {bug: the nets that see it}}; bits: not judged yet."""
-    found = {}
+    """labs/data/nets.json anew: {script: {bug: the nets that see it}}."""
+    found, bits = {}, bits_bugs.judge(seed)
     for script, bugs in type_verdicts().items():
         seen = pitfalls_seen(seed) if script == "lab3" else {}
         for bug, problem in bugs.items():
-            parity = seen[bug] if script == "lab3" else proof_sees(script, bug)
-            row = ["types"] * (problem is not None) + ["parity"] * parity
+            row = bits.get(script, {}).get(bug, [])
+            if script != "lab16":
+                parity = seen[bug] if script == "lab3" else proof_sees(script, bug)
+                row = ["types"] * (problem is not None) + ["parity"] * parity + row
             found.setdefault(script, {})[bug] = row
             print(f"  {script:15} {bug:28} {', '.join(row)}", flush=True)
     NETS.write_text(json.dumps(found, indent=1) + "\n")
@@ -124,23 +128,33 @@ def make_nets(seed):
 def show_nets():
     """The table of bugs and nets; (nets, what is off)."""
     nets, off = json.loads(NETS.read_text()), []
-    print("\nWhich net sees which bug: types (no rank, no data), parity (the float64 proof)")
+    print(
+        "\nWhich net sees which bug: types (no rank, no data), parity (the float64 proof), bits (as"
+    )
+    print("on one rank to the last bit: lab 16's program, where it has a place for the bug)")
     rows = [["", "bug", *JUDGED, "what the checker says"]]
     for script, bugs in type_verdicts().items():
         for bug, problem in bugs.items():
             row = nets.get(script, {}).get(bug, [])
             if ("types" in row) != (problem is not None):
                 off.append(f"{script} {bug}: nets.json has {row}, the checker says {problem}")
-            marks = ["x" if net in row else "-" for net in JUDGED]
+            marks = [mark(script, bug, net, row) for net in JUDGED]
             rows.append([script, bug, *marks, str(problem or "")[:52]])
     table(*rows)
-    lab = nets["lab3"].values()
-    scripts = [row for script, bugs in nets.items() if script != "lab3" for row in bugs.values()]
-    for name, seen in (("break_it.py", scripts), ("lab 3", lab)):
+    groups = {"break_it.py": [], "lab3": [], "lab16": []}
+    for script, bugs in nets.items():
+        groups.get(script, groups["break_it.py"]).extend(bugs.values())
+    for name, seen in groups.items():
         counts = [f"{net} {sum(net in row for row in seen)}" for net in JUDGED]
         neither = f"none of them {sum(not row for row in seen)}"
         print(f"  {name}: {len(seen)} bugs, seen by {', by '.join(counts)}; by {neither}")
     return nets, off
+
+
+def mark(script, bug, net, row):
+    """x: this net sees the bug; -: it does not; nothing: there is no program to judge it in."""
+    judged = net != "bits" or (script, bug) in bits_bugs.JUDGED
+    return "x" if net in row else "-" if judged else ""
 
 
 def show_price():
@@ -210,14 +224,15 @@ def draw(results, path):
         axis, labels = axes["nets"], []
         for script, bugs in results["nets"].items():
             for bug, row in bugs.items():
-                for column, net in enumerate(("types", "parity", "bits")):
-                    colour = BLUE if net in row else "white" if net in JUDGED else PALE
+                for column, net in enumerate(JUDGED):
+                    marked = mark(script, bug, net, row)
+                    colour = {"x": BLUE, "-": "white", "": PALE}[marked]
                     axis.barh(len(labels), 0.9, left=column, color=colour, edgecolor=GREY, lw=0.5)
                 labels.append(f"{script}  {re.sub('_', ' ', bug)}")
         axis.set_yticks(range(len(labels)), labels, fontsize=6.5)
-        axis.set_xticks([0.45, 1.45, 2.45], ["types", "parity", "bits (open)"])
+        axis.set_xticks([0.45, 1.45, 2.45], ["types", "parity", "bits"])
         axis.invert_yaxis()
-        axis.set_title("Which net sees which bug", loc="left")
+        axis.set_title("Which net sees which bug (grey: no program for it)", loc="left")
         axis, left = axes["mutants"], [0] * len(results["mutants"])
         names, rows = list(results["mutants"]), list(results["mutants"].values())
         axis.barh(names, [row["mutants"] for row in rows], color=PALE, label="mutants")
