@@ -28,7 +28,7 @@ What is no matrix of a layer (norms, biases, embedding, head) is AdamW's, of wha
     TP        own rows or columns, with their whole gradient --> the same, and nothing to gather
 
     python labs/lab17_muon.py --plot lab17.png     # checks and experiments
-    python labs/lab17_muon.py --predict 100000     # first your guess, see the last lines
+    python labs/lab17_muon.py --predict 10         # first your guess, see the last lines
     python labs/lab17_muon.py --ranks 2            # no size has to divide another
     python labs/grade.py start lab17               # then fill in my_labs/lab17_muon.py
 

@@ -12,8 +12,8 @@ from forks import STRATEGIES, run_script
 DIFF = 375  # lines of `diff tp.py sp_megatron.py`
 BUDGETS = {  # lines; nobody adds without taking something away
     "tp.py": 898, "sp_megatron.py": 947, "sp_ulysses.py": 907, "pp.py": 1139,
-    "oom_search.py": 900, "sp_layout_sim.py": 827, "labs/break_it.py": 400, "tests/*.py": 6850,
-    "tests/answers/*.txt": 2186,
+    "oom_search.py": 900, "sp_layout_sim.py": 827, "labs/break_it.py": 400, "tests/*.py": 6950,
+    "tests/answers/*.txt": 2388,
 }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import blame
 import torch
+import torch.distributed as dist
 from checks.compare import drawn
 from checks.experts import Float64
 from checks.tools import subgroup
@@ -158,21 +159,8 @@ def tp_script():
     return load(LABS.parent / "tp.py")
 
 
-def sharded(lab, model, layout, group):
-    """(own {name: (Parameter, dim)}, forward_backward(ids of all ranks) -> loss, finish()).
-
-    After forward_backward() every .grad of what is own is that of one device.
-    """
-    if layout == "ZeRO-1":
-        zero = lab.Zero1(model, group)
-
-        def forward_backward(ids):
-            loss = finished.loss_of(model, ids[group.rank()])
-            loss.backward()
-            zero.reduce()
-            return loss.item()
-
-        return zero.own, forward_backward, zero.publish
+def parallelized(model, group):
+    """(model, backward(ids of all ranks) -> loss) by tp.py: .grad is of own rows or columns."""
     script = tp_script()
     args = {"recompute": "none", "loss": "full", "dtensor": False, "timeout": 60}
     args |= {"batch": group.size() * SEQUENCES, "length": TOKENS, "config": model.config}
@@ -182,32 +170,46 @@ def sharded(lab, model, layout, group):
     def forward_backward(ids):
         model.zero_grad()
         flat = ids.flatten(0, 1)
-        return script.train_step(model, flat, flat, group, args).item()
+        return script.train_step(model, flat, flat, group, args)
 
-    return lab.tensor_parallel(model), forward_backward, lambda: None
+    return model, forward_backward
 
 
 def model_errors(lab, family, layout, way, per_head, group, seed):
     """After STEPS steps, on this rank: {what: relative error} of losses, weights, momentum.
 
-    Momentum, too: Newton-Schulz divides by the gradient's length, and hides what is P times too
-    large. way: its name.
+    Momentum first: Newton-Schulz divides by the gradient's length, so weights hardly show one that
+    is P times too large. way: its name.
     """
     rank, world = group.rank(), group.size()
     right, model = one_device(family, seed, world, per_head), tiny(family, seed)
-    chosen = finished.choose(model, per_head)
+    chosen, losses = finished.choose(model, per_head), []
+    how = {"lr": RATE, "dtype": torch.float64}
     with Exact():
-        own, forward_backward, finish = sharded(lab, model, layout, group)
+        if layout == "ZeRO-1":
+            zero = lab.Zero1(model, group)
+            own = zero.own
+        else:
+            model, forward_backward = parallelized(model, group)
+            own = lab.tensor_parallel(model)
         matrices, adamw = lab.make_optimizers(own, chosen, group, RATE)
-        losses = []
         for _ in range(STEPS):
-            losses.append(forward_backward(right.ids))
-            lab.step(matrices, lab.WAYS[way], group, lr=RATE, dtype=torch.float64)
-            adamw.step()
-            finish()
+            if layout == "ZeRO-1":
+                ids = right.ids[rank]
+                loss = lab.train_step(zero, matrices, adamw, lab.WAYS[way], ids, **how)
+                dist.all_reduce(loss, group=group)
+                loss /= world
+            else:
+                loss = forward_backward(right.ids)
+                lab.step(matrices, lab.WAYS[way], group, **how)
+                adamw.step()
+            losses.append(loss.item())
     errors = {}
-    if layout == "TP":  # under ZeRO-1 a rank has the loss of its own sequences
-        errors["loss"] = max(abs(a - b) / b for a, b in zip(losses, right.losses))
+    for name, matrix in zip(chosen, matrices):
+        errors[f"momentum of {name}"] = off(
+            matrix.momentum, right.momentum[name].split(matrix.sizes, matrix.dim)[rank]
+        )
+    errors["loss"] = max(abs(a - b) / b for a, b in zip(losses, right.losses))
     for name, (part, dim) in own.items():
         whole = right.weights[name]
         if layout == "ZeRO-1":
@@ -216,10 +218,6 @@ def model_errors(lab, family, layout, way, per_head, group, seed):
         else:
             _, start, end = part.shard or (0, 0, len(whole))
         errors[name] = off(part.detach(), whole.narrow(dim, start, end - start))
-    for name, matrix in zip(chosen, matrices):
-        errors[f"momentum of {name}"] = off(
-            matrix.momentum, right.momentum[name].split(matrix.sizes, matrix.dim)[rank]
-        )
     return errors
 
 

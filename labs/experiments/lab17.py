@@ -155,7 +155,7 @@ def run(step, matrices, way, group, lr):
 def costs(lab, args):
     """Each way's step on ranks: ([{"way", and lists over ranks}], what is off)."""
     ranks, rows, off = on_ranks(args.ranks, costs_on_rank, lab, args.seed, timeout=120), [], []
-    lines = [["way", "collectives", "MB", "MFLOP of each rank", "ms", "peak beside, MB"]]
+    lines = [["way", "collectives", "MB", "MFLOP", "ms", "peak, MB"]]
     for way in WAYS:
         row = {key: [rank[way][key] for rank in ranks] for key in ranks[0][way]}
         rows.append({"way": way, **row})
@@ -167,12 +167,16 @@ def costs(lab, args):
         peak = ", ".join(f"{peak / 1e6:.1f}" for peak in row["peak"])
         calls, ms = row["calls"][0], f"{1000 * max(row['seconds']):.0f}"
         lines.append([way, calls, ", ".join(sent), work, ms, peak])
-    print(f"\nA step of {LAYERS * len(KINDS)} matrices (hidden size {HIDDEN}, width {WIDTH},")
-    print(f"{KV} rows of k and v) on {args.ranks} ranks, float32. Message bytes and operations are")
     print(
-        "those of the formulas; the slowest rank's time; the peak of what is alive beside weights,"
+        f"\nA step of {LAYERS * len(KINDS)} matrices (hidden size {HIDDEN}, width {WIDTH}, {KV} rows"
     )
-    print("gradients and momenta")
+    print(
+        f"of k and v) on {args.ranks} ranks, float32. Message bytes and operations of each rank are"
+    )
+    print(
+        "those of the formulas; then the slowest rank's time, and the peak of what is alive beside"
+    )
+    print("weights, gradients and momenta")
     table(*lines)
     print("\n  times: this machine's cores, over gloo; they predict nothing about GPUs")
     return rows, off
@@ -290,8 +294,7 @@ def draw_losses(axis, runs):
 
 
 PREDICT = (
-    "how many bytes go into rank 0's two all-to-alls in a step of those 28 matrices on {ranks} "
-    "ranks, in float32?",
-    "there: its parts of all matrices; back: the matrices that it owns, whole; 4 bytes a number",
-    lambda results: sum(results["ways"][2]["bytes"][0].values()),
+    "of those 28 matrices, how many does the last of {ranks} ranks own?",
+    "the 12 of the MLPs go first, then q and o; what costs least, k and v, goes to whom has least",
+    lambda results: results["ways"][2]["owners"][0].count(results["ranks"] - 1),
 )
