@@ -45,6 +45,7 @@ LARGE = {  # hidden size, width of the MLP, numbers of k's rows, layers
 WORLDS = 8, 32, 128
 
 
+# Copied from labs/experiments/lab9.py
 def few(text):
     """A number of ranks from 2 to 4, for argparse."""
     if positive(text) not in (2, 3, 4):
@@ -167,16 +168,11 @@ def costs(lab, args):
         peak = ", ".join(f"{peak / 1e6:.1f}" for peak in row["peak"])
         calls, ms = row["calls"][0], f"{1000 * max(row['seconds']):.0f}"
         lines.append([way, calls, ", ".join(sent), work, ms, peak])
+    print(f"\nA step of {LAYERS * len(KINDS)} matrices on {args.ranks} ranks, float32 (hidden size")
     print(
-        f"\nA step of {LAYERS * len(KINDS)} matrices (hidden size {HIDDEN}, width {WIDTH}, {KV} rows"
+        f"{HIDDEN}, width {WIDTH}, {KV} rows of k, v). Bytes and operations of each rank, as in the"
     )
-    print(
-        f"of k and v) on {args.ranks} ranks, float32. Message bytes and operations of each rank are"
-    )
-    print(
-        "those of the formulas; then the slowest rank's time, and the peak of what is alive beside"
-    )
-    print("weights, gradients and momenta")
+    print("formulas; the slowest rank's time; the peak of tensors alive beside weights and momenta")
     table(*lines)
     print("\n  times: this machine's cores, over gloo; they predict nothing about GPUs")
     return rows, off
