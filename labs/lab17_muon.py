@@ -179,14 +179,12 @@ class Matrix:
 
 def make_matrices(own, chosen, group):
     """[Matrix] of the chosen parameters. own {name: (this rank's part, dim)}, chosen: choose()."""
-    rank, found = group.rank(), []
-    everyones = [None] * group.size()
+    found, everyones = [], [None] * group.size()
     mine = {name: own[name][0].shape[own[name][1]] for name in chosen}
     dist.all_gather_object(everyones, mine, group=group)
     for name, blocks in chosen.items():
         part, dim = own[name]
         sizes = [theirs[name] for theirs in everyones]
-        assert sizes[rank] == part.shape[dim]
         found.append(Matrix(part, torch.zeros_like(part), dim, sizes, blocks))
     costs = [flops(matrix.shape, matrix.blocks) for matrix in found]
     for matrix, owner in zip(found, owners(costs, group.size())):
@@ -380,7 +378,10 @@ def make_optimizers(own, chosen, group, lr):
 
 
 def tensor_parallel(model):
-    """own of a model that tp.py has sharded: its parameters have .shard, (dim, start, end)."""
+    """own of a model that tp.py has sharded: its parameters have .shard, (dim, start, end).
+
+    With more ranks than KV heads some hold the same rows of k and v: these would be joined twice.
+    """
     return {name: (p, p.shard[0] if p.shard else 0) for name, p in model.named_parameters()}
 
 

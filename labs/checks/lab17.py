@@ -14,6 +14,7 @@ from checks.muon import (
     EXACT,
     FAMILIES,
     LAYOUTS,
+    SHAPES,
     Products,
     both_groups,
     called,
@@ -51,13 +52,16 @@ def check_newton_schulz(lab, group, seed):
         hints["ITERATIONS of them, no more"] = iterated(matrix, 6, (a, b, c))
         spectral = iterated(matrix, 5, (a, b, c), lambda x: torch.linalg.matrix_norm(x, 2))
         hints["|matrix| is the root of the sum of squares"] = spectral
+        plus = iterated(matrix, 5, (a, b, c), lambda x: torch.linalg.matrix_norm(x) + finished.TINY)
+        hints["max(|matrix|, TINY), not their sum"] = plus
         hints["the factor is orthogonalize()'s"] = torchs(matrix)
         hints["transpose it back"] = torchs(matrix).mT / factor
         grows = "(a + b A + c A A) X, of X divided by |matrix|: else it grows without end"
         close(what, found, torchs(matrix) / factor, hints, grows, EXACT)
         most, counted = right_flops((m, n), 1), counter.get_total_flops()
         seen = f"{what}: {counted} operations, {most} will do"
-        expect(counted <= most, seen, "more rows than columns: transposed, A is smaller")
+        hint = "more rows than columns: transposed, A is smaller; and X is multiplied once a round"
+        expect(counted <= most, seen, hint)
     zero = lab.newton_schulz(torch.zeros(3, 4, dtype=DOUBLE), DOUBLE)
     expect(not zero.any(), "of a matrix of zeros not zeros", "divide by TINY at least, not by 0")
     return f"6 shapes and zeros, as torch.optim.Muon; {expect_dtypes(lab, seed)}"
@@ -186,11 +190,11 @@ def watched(lab, traffic):
 def check_way(lab, group, seed, way, hint):
     """A way on all ranks and on two of them: its parts, messages, operations; a report."""
     worst = 0
-    for each in both_groups(group):
+    for each, count in itertools.product(both_groups(group), (len(SHAPES), 1)):
         rank, world = each.rank(), each.size()
-        matrices, wholes = matrix_case(lab, rank, world, seed)
+        matrices, wholes = matrix_case(lab, rank, world, seed, count)
         parts = [w.split(m.sizes, m.dim)[rank] for w, m in zip(wholes, matrices)]
-        given, what = [x.clone() for x in parts], f"{way}() on {world} ranks"
+        given, what = [x.clone() for x in parts], f"{way}() of {count} on {world} ranks"
         traffic = Traffic()
         seen, right = watched(lab, traffic)
         with traffic, FlopCounterMode(display=False) as counter:
@@ -226,7 +230,8 @@ def expect_sent(what, way, traffic, matrices, rank):
     count, right = len(matrices), right_bytes(matrices, rank, way, 8)
     calls = {op: 2 if way == "at_once" else count for op in COLLECTIVES[way]}
     mine = {op: made for op, (made, _) in traffic.ops.items()}
-    hint = "one message for all matrices there, one back" if way == "at_once" else ""
+    once = f"{' and '.join(COLLECTIVES[way])}, once for each matrix"
+    hint = "one message for all matrices there, one back" if way == "at_once" else once
     expect(mine == calls, f"{what}: calls {mine}; {calls} will do", hint)
     for op, nbytes in right.items():
         sent = traffic.bytes(op)

@@ -48,9 +48,9 @@ class Exact(Float64):
         self.casts = 0
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.bfloat16:
+        if func is torch.Tensor.bfloat16 or (func is torch.Tensor.to and torch.bfloat16 in args):
             self.casts += 1
-            func = torch.Tensor.clone
+            func, args = torch.Tensor.clone, args[:1]
         return super().__torch_function__(func, types, args, kwargs)
 
 
@@ -258,15 +258,16 @@ def sizes_of(length, world, last_has_most):
     return sizes[::-1] if last_has_most else sizes
 
 
-def matrix_case(lab, rank, world, seed):
+def matrix_case(lab, rank, world, seed, count=None):
     """(matrices, wholes): random updates (m, n), and of each a Matrix of the lab's on a rank."""
+    shapes = SHAPES[:count]
     matrices, wholes = [], []
-    for i, ((m, n), dim, blocks) in enumerate(SHAPES):
+    for i, ((m, n), dim, blocks) in enumerate(shapes):
         whole, sizes = drawn(seed + i, m, n), sizes_of((m, n)[dim], world, i % 2)
         part = whole.split(sizes, dim)[rank].clone()
         matrices.append(lab.Matrix(nn.Parameter(part), torch.zeros_like(part), dim, sizes, blocks))
         wholes.append(whole)
-    costs = [right_flops(shape, blocks) for shape, _, blocks in SHAPES]
+    costs = [right_flops(shape, blocks) for shape, _, blocks in shapes]
     for matrix, owner in zip(matrices, dealt(costs, world)):
         matrix.owner = owner
     return matrices, wholes
