@@ -20,6 +20,9 @@ from checks.muon import (
     called,
     dealt,
     expect_model,
+    expect_order,
+    expect_sent,
+    expect_work,
     finished,
     heads_of,
     iterated,
@@ -56,8 +59,10 @@ def check_newton_schulz(lab, group, seed):
         hints["max(|matrix|, TINY), not their sum"] = plus
         hints["the factor is orthogonalize()'s"] = torchs(matrix)
         hints["transpose it back"] = torchs(matrix).mT / factor
-        grows = "(a + b A + c A A) X, of X divided by |matrix|: else it grows without end"
-        close(what, found, torchs(matrix) / factor, hints, grows, EXACT)
+        hint = "ITERATIONS times (a + b A + c A A) X, in dtype"
+        if isinstance(found, torch.Tensor) and not found.isfinite().all():
+            hint = "(a + b A + c A A) X, of X divided by |matrix|: else it grows without end"
+        close(what, found, torchs(matrix) / factor, hints, hint, EXACT)
         most, counted = right_flops((m, n), 1), counter.get_total_flops()
         seen = f"{what}: {counted} operations, {most} will do"
         hint = "more rows than columns: transposed, A is smaller; and X is multiplied once a round"
@@ -107,7 +112,8 @@ def check_choose(lab, group, seed):
         for per_head in False, True:
             what = f"{family}, per_head={per_head}: choose()"
             found = lab.choose(model, per_head)
-            expect(isinstance(found, dict), f"{what} is no dict", "{name: blocks}")
+            named = isinstance(found, dict) and all(isinstance(name, str) for name in found)
+            expect(named, f"{what} is no dict of names", "{name: blocks}")
             right = {name: heads_of(model, name) if per_head else 1 for name in linears(model)}
             hint = "all parameters of the layers with two dimensions"
             for name in found.keys() - right.keys():
@@ -179,9 +185,9 @@ def watched(lab, traffic):
     """A list that gets, at each orthogonalize(), how often each collective has been called."""
     seen, right = [], lab.orthogonalize
 
-    def noting(*args):
+    def noting(*args, **named):
         seen.append({op: calls for op, (calls, _) in traffic.ops.items()})
-        return right(*args)
+        return right(*args, **named)
 
     lab.orthogonalize = noting
     return seen, right
@@ -215,47 +221,14 @@ def check_way(lab, group, seed, way, hint):
             hints = {text: x for text, x in hints.items() if not torch.equal(x, wanted)}
             other = "joined rank by rank along dim, of rank r part_shape(r), without padding"
             worst = max(worst, close(told, mine, wanted, hints, other, EXACT))
-        expect_sent(what, way, traffic, matrices, rank)
         expect_work(what, way, counter.get_total_flops(), matrices, rank)
+        expect_sent(what, way, traffic, matrices, rank)
         expect_order(what, way, seen, len(parts))
         with Products() as products:
             getattr(lab, way)(parts, matrices, each, torch.bfloat16)
         seen = f"{what} in bfloat16 multiplies {products.dtypes}"
         expect(products.dtypes <= {torch.bfloat16}, seen, "pass dtype on")
     return f"on 2 and 3 ranks off by {worst:.0e}; bytes, operations as predicted"
-
-
-def expect_sent(what, way, traffic, matrices, rank):
-    """Raise Wrong unless a step took the way's collectives, and their bytes."""
-    count, right = len(matrices), right_bytes(matrices, rank, way, 8)
-    calls = {op: 2 if way == "at_once" else count for op in COLLECTIVES[way]}
-    mine = {op: made for op, (made, _) in traffic.ops.items()}
-    once = f"{' and '.join(COLLECTIVES[way])}, once for each matrix"
-    hint = "one message for all matrices there, one back" if way == "at_once" else once
-    expect(mine == calls, f"{what}: calls {mine}; {calls} will do", hint)
-    for op, nbytes in right.items():
-        sent = traffic.bytes(op)
-        found = f"{what}: {op} moves {sent} bytes, not {nbytes}"
-        expect(
-            sent == nbytes, found, "each part once, padded() to the largest" * (way != "at_once")
-        )
-
-
-def expect_work(what, way, counted, matrices, rank):
-    """Raise Wrong unless a rank multiplied what is its own, or everything."""
-    own = [m for m in matrices if way == "everywhere" or m.owner == rank]
-    right = sum(right_flops(matrix.shape, matrix.blocks) for matrix in own)
-    hint = "orthogonalize() the own matrices alone" if way != "everywhere" else "each matrix once"
-    expect(counted <= right, f"{what}: {counted} operations, {right} will do", hint)
-
-
-def expect_order(what, way, seen, count):
-    """Raise Wrong where a matrix is worked on before all have arrived, or after some went back."""
-    first = COLLECTIVES[way][0]
-    right = {first: 1 if way == "at_once" else count}
-    for calls in seen if way != "everywhere" else []:
-        found = f"{what}: a matrix is orthogonalized after {calls}, not {right}"
-        expect(calls == right, found, "all there, then the work, then all back: none waits for one")
 
 
 def check_everywhere(lab, group, seed):
@@ -312,34 +285,39 @@ def expect_update(lab, seed):
     """Raise Wrong unless step() averages, looks ahead, decays, and asks a way for all else."""
     beta, decay, lr = 0.9, 0.3, 0.5
     whole, first, grad = (drawn(seed + i, 4, 3) for i in range(3))
-    matrix = lab.Matrix(nn.Parameter(whole.clone()), first.clone(), 0, [4], 1)
-    matrix.own.grad, asked = grad.clone(), []
-    kept = matrix.momentum
+    matrix, other = (lab.Matrix(nn.Parameter(whole.clone()), 0 * whole, 0, [4], 1) for _ in "ab")
+    matrix.momentum, kept = first.clone(), matrix.own.data_ptr()
+    matrix.own.grad, other.own.grad, asked = grad.clone(), grad.clone(), []
+    momentum = matrix.momentum
 
     def way(parts, matrices, group, dtype):
         asked.append((parts[0].clone(), group, dtype))
         return [10 * part for part in parts]
 
-    lab.step([matrix], way, "the group", lr, decay=decay, beta=beta, dtype=DOUBLE)
-    momentum = beta * first + (1 - beta) * grad
-    update = beta * momentum + (1 - beta) * grad
+    how = {"decay": decay, "beta": beta, "dtype": torch.bfloat16}
+    lab.step([matrix, other], way, "the group", lr, **how)
+    mean = beta * first + (1 - beta) * grad
+    update = beta * mean + (1 - beta) * grad
     expect(len(asked) == 1, f"step() asks its way {len(asked)} times", "once, for all matrices")
     hints = {"momentum is a mean: (1 - beta) times the gradient": beta * first + grad}
     hints["beta and 1 - beta the other way round"] = beta * grad + (1 - beta) * first
-    close("step(): momentum", matrix.momentum, momentum, hints, tolerance=EXACT)
-    expect(matrix.momentum is kept, "step(): momentum is another tensor", "change it in place")
-    hints = {"Nesterov: the gradient once more": momentum, "the gradient as it is": grad}
+    close("step(): momentum", matrix.momentum, mean, hints, tolerance=EXACT)
+    expect(matrix.momentum is momentum, "step(): momentum is another tensor", "change it in place")
+    hints = {"Nesterov: the gradient once more": mean, "the gradient as it is": grad}
     hints["with the new momentum"] = beta * first + (1 - beta) * grad
-    hints["a mean again: (1 - beta) times the gradient"] = grad + beta * momentum
+    hints["a mean again: (1 - beta) times the gradient"] = grad + beta * mean
     close("step(): the update", asked[0][0], update, hints, tolerance=EXACT)
     expect_same("a gradient", [matrix.own.grad], [grad])
-    expect(asked[0][1:] == ("the group", DOUBLE), f"way() gets {asked[0][1:]}", "group, dtype")
+    given = "the group", torch.bfloat16
+    expect(asked[0][1:] == given, f"way() gets {asked[0][1:]}", "pass group and dtype on")
     right = whole * (1 - lr * decay) - lr * 10 * update
     hints = {"own first, times 1 - lr decay": whole - lr * 10 * update}
     hints["scaled before, not after"] = (whole - lr * 10 * update) * (1 - lr * decay)
     hints["times lr, too: 1 - lr decay"] = whole * (1 - decay) - lr * 10 * update
     hints["subtract it"] = whole * (1 - lr * decay) + lr * 10 * update
     close("step(): own", matrix.own.detach(), right, hints, tolerance=EXACT)
+    same = matrix.own.data_ptr() == kept
+    expect(same, "step(): own has other memory", "in place: the model's parameters share it")
 
 
 def check_step(lab, group, seed):

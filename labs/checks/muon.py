@@ -333,3 +333,36 @@ def tensors_of(what, found, count):
     if not isinstance(found, list | tuple) or len(found) != count:
         raise Wrong(f"{what} returns no list of {count} parts", "one for each matrix, in order")
     return list(found)
+
+
+def expect_sent(what, way, traffic, matrices, rank):
+    """Raise Wrong unless a step took the way's collectives, and their bytes."""
+    count, right = len(matrices), right_bytes(matrices, rank, way, 8)
+    calls = {op: 2 if way == "at_once" else count for op in COLLECTIVES[way]}
+    mine = {op: made for op, (made, _) in traffic.ops.items()}
+    once = f"{' and '.join(COLLECTIVES[way])}, once for each matrix"
+    hint = "one message for all matrices there, one back" if way == "at_once" else once
+    expect(mine == calls, f"{what}: calls {mine}; {calls} will do", hint)
+    for op, nbytes in right.items():
+        sent = traffic.bytes(op)
+        found = f"{what}: {op} moves {sent} bytes, not {nbytes}"
+        expect(
+            sent == nbytes, found, "each part once, padded() to the largest" * (way != "at_once")
+        )
+
+
+def expect_work(what, way, counted, matrices, rank):
+    """Raise Wrong unless a rank multiplied what is its own, or everything."""
+    own = [m for m in matrices if way == "everywhere" or m.owner == rank]
+    right = sum(right_flops(matrix.shape, matrix.blocks) for matrix in own)
+    hint = "orthogonalize() the own matrices alone" if way != "everywhere" else "each matrix once"
+    expect(counted <= right, f"{what}: {counted} operations, {right} will do", hint)
+
+
+def expect_order(what, way, seen, count):
+    """Raise Wrong where a matrix is worked on before all have arrived, or after some went back."""
+    first = COLLECTIVES[way][0]
+    right = {first: 1 if way == "at_once" else count}
+    for calls in seen if way != "everywhere" else []:
+        found = f"{what}: a matrix is orthogonalized after {calls}, not {right}"
+        expect(calls == right, found, "all there, then the work, then all back: none waits for one")
