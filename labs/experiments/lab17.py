@@ -79,8 +79,8 @@ def proofs_on_rank(group, lab, seed):
 
 def proofs(lab, seed):
     """Each way against torch.optim.Muon on one device: (rows, what is off)."""
-    rows, off = {}, []
-    for family, layout, way, world, error in sum(on_ranks(3, proofs_on_rank, lab, seed), []):
+    ranks, rows, off = on_ranks(3, proofs_on_rank, lab, seed, timeout=240), {}, []
+    for family, layout, way, world, error in sum(ranks, []):
         row = rows.setdefault((family, layout, way), {2: 0.0, 3: 0.0})
         row[world] = max(row[world], error)
     lines = [["model", "layout", "way", "2 ranks", "3 ranks"]]
@@ -155,7 +155,7 @@ def run(step, matrices, way, group, lr):
 
 def costs(lab, args):
     """Each way's step on ranks: ([{"way", and lists over ranks}], what is off)."""
-    ranks, rows, off = on_ranks(args.ranks, costs_on_rank, lab, args.seed, timeout=120), [], []
+    ranks, rows, off = on_ranks(args.ranks, costs_on_rank, lab, args.seed, timeout=240), [], []
     lines = [["way", "collectives", "MB", "MFLOP", "ms", "peak, MB"]]
     for way in WAYS:
         row = {key: [rank[way][key] for rank in ranks] for key in ranks[0][way]}
