@@ -12,8 +12,8 @@ singular value s to a s + b s^3 + c s^5, to about 0.7 to 1.2 in the end. A is ma
     G = [2 1]    whole     [1 0]    row by row    [0.9 0.4]      each on its own rank:
         [1 2]              [0 1]                  [0.4 0.9]      another direction
 
-Momentum is a number's own affair again: it stays sharded. Three ways to bring shards together, of N
-matrices on P ranks; rank r has sizes[r] rows (or columns) of each, and more or fewer than others:
+Momentum is again kept number by number, so it stays sharded. Three ways to bring the shards of N
+matrices together, of which rank r has sizes[r] rows (or columns), not as many as every other rank:
 
     way          sent                                              a rank orthogonalizes
     everywhere   N all-gathers                                     all N matrices, as do all others
@@ -214,8 +214,8 @@ def everywhere(parts, matrices, group, dtype):
 def by_owner(parts, matrices, group, dtype):
     """dist.gather() the padded parts of each matrix to its owner, dist.scatter() them back, padded.
 
-    All gathers, then the own matrices, then all scatters: so owners compute at the same time. Ranks
-    of the group are group_dst and group_src.
+    All gathers, then the own matrices, then all scatters: so owners compute at the same time. The
+    owner is group_dst and group_src; dst and src would count ranks in the whole job.
     """
     rank = group.rank()
     # exercise: by_owner
@@ -297,8 +297,11 @@ def message_bytes(matrices, rank, way, width):
             in_and_out += matrix.shape[0] * matrix.shape[1] * width
         else:
             alone += largest
-    all_ways = {"everywhere": {"all_gather": padded}, "at_once": {"all_to_all": in_and_out}}
-    return (all_ways | {"by_owner": {"gather": alone, "scatter": alone}})[way]
+    if way == "everywhere":
+        return {"all_gather": padded}
+    if way == "by_owner":
+        return {"gather": alone, "scatter": alone}
+    return {"all_to_all": in_and_out}
     # end exercise
 
 
@@ -312,9 +315,9 @@ WAYS = {"everywhere": everywhere, "by_owner": by_owner, "at_once": at_once}
 def step(matrices, way, group, lr, decay=0.1, beta=0.95, dtype=torch.bfloat16):
     """Muon's step, of what this rank has; all else in it needs no other rank.
 
-    momentum becomes beta momentum + (1 - beta) gradient; the update is beta momentum + (1 - beta)
-    gradient again, with the new one (Nesterov). way(): what to subtract for it, times lr. Before,
-    own is scaled by 1 - lr decay.
+    momentum becomes beta momentum + (1 - beta) gradient. The update is the same sum once more, of
+    the new momentum and the gradient (Nesterov). For the updates of all matrices way() gives what
+    to subtract, times lr. Before that, own is multiplied by 1 - lr decay.
     """
     # exercise: step
     for matrix in matrices:
@@ -326,10 +329,11 @@ def step(matrices, way, group, lr, decay=0.1, beta=0.95, dtype=torch.bfloat16):
 
 
 class Zero1:
-    """A model whose gradients and updates are dealt over ranks: a rank updates its rows of each
-    parameter (of what is 1-D, its numbers), and has momentum and averages of these alone.
+    """A model of which a rank updates its rows of each parameter (of what is 1-D, its numbers), and
+    has momentum and AdamW's averages of these alone.
 
-    own {name: (Parameter, 0)}, which shares memory with the model's.
+    Lab 9 cuts one flat vector; here every rank has rows of every matrix, as with fully_shard. own
+    {name: (Parameter, 0)}, which shares memory with the model's.
     """
 
     def __init__(self, model, group):
@@ -355,7 +359,8 @@ class Zero1:
         mine = torch.empty_like(flats[rank])
         dist.reduce_scatter_tensor(mine, flats.flatten(), group=self.group)
         for part, _ in self.own.values():
-            part.grad, mine = (mine[: part.numel()] / world).view(part.shape), mine[part.numel() :]
+            part.grad = (mine[: part.numel()] / world).view(part.shape)
+            mine = mine[part.numel() :]
         self.model.zero_grad()
 
     def publish(self):
