@@ -198,7 +198,10 @@ def make_matrices(own, chosen, group):
 
 
 def everywhere(parts, matrices, group, dtype):
-    """An all-gather a matrix, of padded parts; then every rank has all, and takes its own part."""
+    """An all-gather a matrix, of padded parts; then every rank has all, and takes its own part.
+
+    A part is a tensor of its own, not a view: of N views each would keep a whole matrix alive.
+    """
     rank, found = group.rank(), []
     for part, matrix in zip(parts, matrices):
         # exercise: everywhere
@@ -206,7 +209,7 @@ def everywhere(parts, matrices, group, dtype):
         gathered = [torch.empty_like(mine) for _ in matrix.sizes]
         dist.all_gather(gathered, mine, group=group)
         whole = orthogonalize(matrix.joined(gathered), matrix.blocks, dtype)
-        found.append(matrix.cut(whole)[rank])
+        found.append(matrix.cut(whole)[rank].clone())
         # end exercise
     return found
 

@@ -19,6 +19,7 @@ from checks.muon import (
     both_groups,
     called,
     dealt,
+    expect_freed,
     expect_model,
     expect_order,
     expect_sent,
@@ -221,6 +222,7 @@ def check_way(lab, group, seed, way, hint):
             hints = {text: x for text, x in hints.items() if not torch.equal(x, wanted)}
             other = "joined rank by rank along dim, of rank r part_shape(r), without padding"
             worst = max(worst, close(told, mine, wanted, hints, other, EXACT))
+        expect_freed(what, found, matrices)
         expect_work(what, way, counter.get_total_flops(), matrices, rank)
         expect_sent(what, way, traffic, matrices, rank)
         expect_order(what, way, seen, len(parts))

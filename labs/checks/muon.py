@@ -335,6 +335,14 @@ def tensors_of(what, found, count):
     return list(found)
 
 
+def expect_freed(what, found, matrices):
+    """Raise Wrong where the parts keep more memory alive than padded parts have."""
+    kept = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in found}
+    right = sum(8 * m.padded(m.own.detach()).numel() for m in matrices)
+    seen = f"{what}: its parts keep {sum(kept.values())} bytes alive, {right} will do"
+    expect(sum(kept.values()) <= right, seen, "a view keeps the whole matrix: return a copy")
+
+
 def expect_sent(what, way, traffic, matrices, rank):
     """Raise Wrong unless a step took the way's collectives, and their bytes."""
     count, right = len(matrices), right_bytes(matrices, rank, way, 8)
