@@ -5,17 +5,13 @@ hides nothing: after one microbatch, and after a second has been added to it. Be
 stands what the first sent. The model is a folder that transformers can load, a family's is tiny.
 """
 
-import contextlib
-import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
 import torch
 import transformers
-from checks.models import FAMILIES, full, random_ids, step, tiny_model
+from checks.models import FAMILIES, full, random_ids, short, step, tiny_model, upcasts_in_float64
 from checks.styles import LAYER
 from cli import UsageError
 from harness import Wrong, on_ranks, relative_error, table
@@ -98,7 +94,9 @@ def as_plan(found, path):
     would = "{'model.layers.*.mlp.up_proj': ColwiseParallel(), ...} would do"
     if not isinstance(found, dict):
         kind = type(found).__name__
-        raise ValueError(f"{path} is no plan but a {kind}; {would}, or a function that returns it")
+        raise ValueError(
+            f"{path} is no plan, of type {kind}; {would}, or a function that returns it"
+        )
     for name, style in found.items():
         if not isinstance(name, str) or not isinstance(style, ParallelStyle):
             strings = "; transformers' strings are taken by --hf-plan" * isinstance(style, str)
@@ -117,19 +115,6 @@ def choose_plan(lab, model, sequence_parallel, custom, hf=False):
         how = "a function(model, sequence_parallel) that returns a dict would do"
         raise ValueError(f"{custom} is no plan: {what}; {how}") from None
     return plan if custom is None else as_plan(plan, custom), reason
-
-
-@contextlib.contextmanager
-def upcasts_in_float64(model):
-    """Hugging Face computes norms, softmax, rotary embedding and loss in float32, whatever the
-    model's dtype, by torch.float32 or x.float(): float64 here."""
-    modeling = sys.modules[type(model).__module__]
-    names = SimpleNamespace(**vars(torch) | {"float32": torch.float64})
-    with (
-        mock.patch.object(modeling, "torch", names),
-        mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
-    ):
-        yield
 
 
 def be_quiet():
@@ -262,12 +247,6 @@ def sent(ops):
     return f"{short(ops)}, {total / 1e3:.1f} kB"
 
 
-def short(ops):
-    """{op: [calls, bytes]} in a few letters: 5 AG 5 RS."""
-    letters = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR", "all_to_all": "A2A"}
-    return " ".join(f"{ops[op][0]} {letters.get(op, op)}" for op in sorted(ops)) or "none"
-
-
 def cells(row):
     """A row's columns, for the table here and that of results/README.md."""
     begin = [row["model"], "SP" if row["sequence_parallel"] else "TP", row["plan"], row["verdict"]]
@@ -286,8 +265,6 @@ HEAD = ["model", "", "plan", "verdict", "1 batch", "2 added", "wrong, or why", "
 def referee(lab, args):
     """Every case's verdict, printed; "passed": no plan of this lab or the caller is WRONG."""
     cases, rows = asked_for(args), []
-    print(f"\n{RANKS} ranks, float64: the largest relative error of a parameter's gradient,")
-    print(f"after one microbatch and after two. Right: at most {LIMIT:.0e}", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         for model, plan, sequence_parallel in cases:
             place = Path(scratch, Path(model).name)
@@ -296,6 +273,8 @@ def referee(lab, args):
             rows.append(row | verdict(lab, folder, plan, sequence_parallel))
             if plan == args.plan and rows[-1]["verdict"] == "refused":
                 raise UsageError(rows[-1]["why"])
+    print(f"\n{RANKS} ranks, float64: the largest relative error of a parameter's gradient,")
+    print(f"after one microbatch and after two. Right: at most {LIMIT:.0e}")
     lines = [HEAD, *map(cells, rows)]
     table(*lines)
     off = [
