@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from learner import LABS, run_lab
+from learner import CHECKS, LABS, run_lab
 
 PLANS = """
 from torch.distributed.tensor import Partial
@@ -54,8 +54,10 @@ def test_what_is_no_plan_is_one_line(judged, plan, said):
 
 
 @pytest.mark.slow
-def test_other_planted_plans(judged):
+def test_other_planted_plans(judged, tmp_path):
     assert judged("qwen3", "right", "--sp")[1]["verdict"] == "right"
+    CHECKS["lab5"].tiny_model("mistral").config.save_pretrained(tmp_path)
+    assert judged(str(tmp_path), "right")[1]["verdict"] == "right", "a folder without weights"
     for model, plan, verdict in (
         ("llama", "unsummed", "WRONG"),
         ("llama", "no_o_proj", "fails"),
