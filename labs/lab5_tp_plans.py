@@ -33,9 +33,9 @@ Which plan? choose_plan() has four levels, and says why it took the one it took.
     python labs/lab5_tp_plans.py --model qwen3 --sp       # one plan: printed, why, and proved
     python labs/lab5_tp_plans.py --model phi3 --hf-plan
     python labs/lab5_tp_plans.py --model mistral          # a model without a plan of its own
-    python labs/lab5_tp_plans.py --model llama --plan package.module.plan
+    python labs/lab5_tp_plans.py --referee                # other people's plans, proved in float64
+    python labs/lab5_tp_plans.py --referee --model DIR --plan package.module.plan
     python labs/lab5_tp_plans.py --plot lab5.png --json lab5.json --predict 12
-    python labs/lab5_tp_plans.py --inject-bug list
     python labs/grade.py start lab5                       # then fill in my_labs/lab5_tp_plans.py
 
 Sources: NeMo AutoModel, nemo_automodel/components/distributed/: optimized_tp_plans.py (plans,
@@ -410,7 +410,7 @@ def load_plan(path):
     """The dict or function at an import path, package.module.name. Raises ValueError for none."""
     try:
         return pkgutil.resolve_name(path)
-    except (ImportError, AttributeError, ValueError) as problem:
+    except Exception as problem:  # whatever the module raises
         raise ValueError(f"no plan at {path}: {problem}; package.module.name would do") from None
 
 

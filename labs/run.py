@@ -97,7 +97,10 @@ def run_lab(file, argv=None):
         if args.inject_bug == "list":
             print(*(f"  {bug:28} {does}" for bug, does in bugs.items()), sep="\n")
             return 0
-        results = check_and_show(file, lab, shown, args)
+        if instead := getattr(args, "referee", None):  # lab 5's, which needs no exercise's check
+            results = {"lab": Path(file).stem} | instead(lab, args)
+        else:
+            results = check_and_show(file, lab, shown, args)
         if args.json:
             write_json(args.json, results)
         if args.plot and "prediction" in results:

@@ -3,6 +3,7 @@
     python results/make.py                 # all that this machine can measure
     python results/make.py lengths         # the longest sequences, predicted: needs no GPU
     python results/make.py published       # what others measured, predicted
+    python results/make.py plans           # other people's tensor parallel plans, refereed
     python results/make.py cpu             # the scripts on two ranks of this machine
     python results/make.py gpu             # one GPU: proofs, throughput, one rank of several
     python results/make.py limits          # one GPU: the longest sequences, emulated and predicted
@@ -84,6 +85,11 @@ def published(trial):
         for i, more in enumerate(row["runs"].split("|")):
             command = f"python oom_search.py --how predicted --fresh {row['options']} {more}{cut}"
             yield f"{row['source']}: {row['what']}, {i}", command
+
+
+def plans(trial):
+    """Other people's tensor parallel plans beside this project's: lab 5's verdicts."""
+    yield "verdicts", f"python labs/lab5_tp_plans.py --referee{' --model qwen3' if trial else ''}"
 
 
 def cpu(trial):
@@ -315,6 +321,12 @@ def published_table(part):
     return f"*Predicted ({made(part)})*\n\n{table(*rows)}"
 
 
+def plans_table(part):
+    """Whose plans give one device's gradients; the lab's own table."""
+    rows = of(part, "verdicts").get("table", [["the referee", "failed"]])
+    return f"*Measured ({made(part)})*\n\n{table(*rows)}"
+
+
 def cpu_table(part):
     """How close to one device, how long, how much memory and traffic."""
     dtypes = ["float64", "float32", "bfloat16"]
@@ -418,7 +430,7 @@ def proved_table(part):
 
 
 TABLES = {"lengths": lengths_table, "cpu": cpu_table, "gpu": gpu_table, "limits": limits_table}
-TABLES |= {"published": published_table, "proved": proved_table}
+TABLES |= {"published": published_table, "plans": plans_table, "proved": proved_table}
 
 
 def found(name):
@@ -442,7 +454,8 @@ def with_tables(text):
 # 3. Command line
 # --------------------------------------------------------------------------------------------------
 
-PARTS = {"lengths": lengths, "published": published, "cpu": cpu, "gpu": gpu, "limits": limits}
+PARTS = {"lengths": lengths, "published": published, "plans": plans, "cpu": cpu}
+PARTS |= {"gpu": gpu, "limits": limits}
 OF_A_GPU = ("gpu", "limits")
 
 

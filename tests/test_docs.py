@@ -142,6 +142,7 @@ ELSEWHERE = {  # commands that are run as they stand, but not by the test below
     r"python my_labs/lab1_collectives\.py": "test_labs.py, with a bug",
     r"python tests/copies\.py": "test_user.py, on a copy",
     r"python tests/(mutants|prove)\.py": "prove.py",
+    r"--model DIR": "test_referee.py, with a folder and plans of its own",
     r"\$GGUF": "test_real_weights.py",
     r"torchrun .*--model llama-3\.1-8b": "nowhere: it takes 8 GPUs",
 }

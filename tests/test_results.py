@@ -40,6 +40,7 @@ def test_what_was_found_has_its_command(name):
 
 KINDS = [  # part, step, its row in the part's table
     ("lengths", "40 GiB", r"\| tp \| \d+k \| \d+k \| error \| error \| error, error \|"),
+    ("plans", "verdicts", r"\| qwen3 \| TP \| NeMo AutoModel's \| WRONG \|.* 8 AR, .* 11 AR, "),
     ("cpu", "correctness bfloat16, tp", r"\| tp \|  \|  \| \d\.\de-\d\d \|"),
     ("cpu", "benchmark, pp", r"\| pp( \| ){4}\d+\.\d\d \| \d+ / \d+ \| \d+ / \d+ \|"),
     ("gpu", "correctness on 2, sp_megatron", r"\| sp_megatron \|  \| \d\.\de-\d\d \|"),

@@ -3,39 +3,19 @@
 import argparse
 import os
 import sys
+from pathlib import Path
 
 import torch.distributed as dist
-from checks.models import FAMILIES, against_one_device, random_ids, step, tiny_model
-from checks.styles import LAYER, TOLERANCE, finished
+from checks.models import FAMILIES, against_one_device, random_ids, short, step, tiny_model
+from checks.styles import TOLERANCE, finished
 from checks.tools import Kept
 from cli import UsageError
+from experiments.referee import NEMO, REFEREED, as_plan, choose_plan, nemo_plan, referee
 from harness import Wrong, on_ranks, table
 from pictures import BLUE, GREEN, GREY, ORANGE, RED, SKY, picture
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
-
-NEMO = "NeMo AutoModel's"
-
-
-def nemo_plan(lab, model, sequence_parallel):
-    """What NeMo AutoModel's plans of Qwen3 and Gemma3 say: ours, but q_norm, k_norm left alone.
-
-    Without SP all norms are; Gemma3's have torch's plain SequenceParallel with it. (Its style for
-    Gemma3's rotary_emb is left out: with a residual stream of DTensors it changes nothing.)
-    """
-    plan, _ = lab.choose_plan(model, sequence_parallel)
-    plan = {name: style for name, style in plan.items() if not name.endswith(("q_norm", "k_norm"))}
-    norms = [name for name in plan if name.endswith("norm")]
-    if not sequence_parallel:
-        plan["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate())
-        plan[f"{LAYER}.self_attn.o_proj"] = RowwiseParallel()
-        plan[f"{LAYER}.mlp.down_proj"] = RowwiseParallel()
-        return {name: style for name, style in plan.items() if name not in norms}
-    if type(model).__name__ == "Gemma3ForCausalLM":
-        plan |= {name: SequenceParallel() for name in norms}
-        plan["lm_head"] = lab.sharded_logits(Shard(1))
-    return plan
 
 
 def plain_norms_plan(lab, model):
@@ -51,7 +31,7 @@ def prove(group, lab, family, sequence_parallel, custom, hf, seed):
     if custom == NEMO:
         plan, reason = nemo_plan(lab, model, sequence_parallel), NEMO
     else:
-        plan, reason = lab.choose_plan(model, sequence_parallel, custom, hf)
+        plan, reason = choose_plan(lab, model, sequence_parallel, custom, hf)
     row = {"family": family, "sequence_parallel": sequence_parallel, "plan": reason}
     row["entries"] = {name: describe(lab, style) for name, style in plan.items()}
     ids = random_ids(seed, 16)
@@ -81,6 +61,8 @@ def describe(lab, style):
 
 def asked_for(args):
     """(cases for prove(), whether they are of one family) that the command line asks for."""
+    if args.model not in (None, *FAMILIES):
+        raise UsageError(f"--model {args.model}: with --referee, or one of {', '.join(FAMILIES)}")
     if args.model or args.sp or args.plan or args.hf_plan:
         family = args.model or "llama"
         cases = [(family, args.sp, args.plan, args.hf_plan)]
@@ -133,12 +115,6 @@ def what_is_off(row):
     norms = "q_norm.weight", "k_norm.weight"
     others = [text for text in row["wrong"] if not text.endswith(norms)]
     return f"{name}: {', '.join(others[:3])}" if others else ""
-
-
-def short(ops):
-    """{op: [calls, bytes]} in a few letters: 5 AG 5 RS."""
-    letters = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR", "all_to_all": "A2A"}
-    return " ".join(f"{ops[op][0]} {letters.get(op, op)}" for op in sorted(ops)) or "none"
 
 
 MEASURED = {"hidden_size": 128, "intermediate_size": 448, "head_dim": 8, "num_attention_heads": 16}
@@ -271,16 +247,28 @@ def plan_path(text):
     """The import path of a plan, for argparse."""
     sys.path.insert(0, os.getcwd())
     try:
-        finished.load_plan(text)
+        plan = finished.load_plan(text)
+        if not callable(plan):
+            as_plan(plan, text)
     except ValueError as problem:
         raise argparse.ArgumentTypeError(problem) from None
     return text
 
 
+def model_path(text):
+    """A family, or for --referee a folder with a config.json, for argparse."""
+    if text not in REFEREED and not Path(text, "config.json").is_file():
+        choose = f"choose from {', '.join(REFEREED)}, or a folder with a config.json"
+        raise argparse.ArgumentTypeError(f"invalid choice: {text!r} ({choose})")
+    return text
+
+
 def add_options(parser):
     """The lab's own options: without any of them, every family is run."""
-    parser.add_argument("--model", choices=FAMILIES, help="one family, its plan printed")
+    parser.add_argument("--model", type=model_path, help="one family, its plan printed")
     one = parser.add_mutually_exclusive_group()
     one.add_argument("--sp", action="store_true", help="with sequence parallelism")
     one.add_argument("--hf-plan", action="store_true", help="Hugging Face's plan, which has none")
     parser.add_argument("--plan", type=plan_path, metavar="PATH", help="import path of a plan")
+    words = "a verdict on everyone's plans, or on --plan; --model may be a folder"
+    parser.add_argument("--referee", action="store_const", const=referee, help=words)
