@@ -176,7 +176,7 @@ def interleaved(rank, P, M, V):
 def zero_bubble(rank, P, M, V=1):
     """ZB-H1 (arXiv 2401.10241): 1F1B in which rank r runs W of microbatch m after B of m + r. So it
     keeps P - r microbatches from F to B and r more from B to W, P in all, as rank 0 does in 1F1B;
-    and r W are left for the gaps of the cooldown."""
+    and its last r W come after its last B, while ranks before it still have B to do."""
     for action in one_f_one_b(rank, P, M):
         yield action
         if action.kind == "B" and action.microbatch >= rank:
@@ -265,8 +265,8 @@ def bubble(rows, ranks):
 
 def bubble_formula(P, M, V, forward, backward, weights=0.0):
     """bubble() in closed form, from the times of a stage's F, B, W. The last rank waits for P - 1 F
-    before its first action and for P - 1 B after its last, and the others as long in all. None
-    where that does not hold: too few microbatches, or a W that is too long for the gaps."""
+    before its first F and for P - 1 B after its last B, and the others as long in all. None where
+    that need not hold: too few microbatches, or a W that is too long for the gaps."""
     if M < P or weights > min(forward, backward):
         return None
     busy = V * M * (forward + backward + weights)
@@ -465,8 +465,8 @@ class Pipeline:
         return dist.irecv(tensor, *self.receive_channels[action.kind]), tensor
 
     def send(self, kind, tensor, sending):
-        """Start to send a result. At most P of a kind are on their way, and in memory: as far ahead
-        of its neighbor an interleaved rank may have to be."""
+        """Start to send a result. At most P of a kind are on their way, and in memory: one more
+        first waits for the oldest. faults() has no such limit; for these schedules P is enough."""
         if len(sending) == self.P:
             finish(sending.popleft())
         tensor = tensor.contiguous()
@@ -593,7 +593,7 @@ def expected_traffic(model, group, args):
         return []
     stage_count = P * args.virtual_stages
     hidden = args.batch * args.length * model.config.hidden_size * element  # (b, s, h)
-    rows = [("forward", "all_reduce", 1, max(4, element))]  # the loss, in float32 or better
+    rows = [("forward", "all_reduce", 1, max(4, element))]  # the loss; without a backward, too
     for phase, end in ("forward", stage_count - 1), ("backward", 0):  # end: sends nothing on
         senders = sum(stage != end for stage in range(group.rank(), stage_count, P))
         rows.append((phase, "send", senders * M, senders * hidden))
@@ -712,7 +712,7 @@ def finalize_args(args, world):
 # Largest relative errors. float64 is the proof; the others' rounding hides small mistakes
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bfloat16": 2e-1}
 LEARNING_LIMIT = {"float64": 1e-9, "float32": 1e-2, "bfloat16": 2e-1}
-IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ
+IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ  # or fake, alone
 
 
 def print_table(rows):
@@ -727,7 +727,7 @@ def print_table(rows):
 
 
 def gather_objects(value, group):
-    """Every rank's value, in a list; it is a barrier, too. A fake peer has none."""
+    """Every rank's value, in a list; it is a barrier, too. With --backend fake its own alone."""
     if dist.get_backend(group) == "fake":
         return [value]
     values = [None] * group.size()
@@ -932,7 +932,7 @@ class Meter(TorchDispatchMode):
         self.calls = Counter()
         self.bytes = Counter()
         self.peak = 0
-        self.alive = weakref.WeakValueDictionary()  # storages: several tensors may share one
+        self.alive = weakref.WeakValueDictionary()  # storages, while any of their tensors lives
         self.see(gc.get_objects())  # what exists already
 
     def see(self, values):
@@ -1013,7 +1013,8 @@ def check_benchmark(args, group):
     if traffic:
         print("\n  What rank 0 sends in a step; bytes are message bytes:")
         print_table(traffic)
-    result["tokens_per_s"] = speed = args.batch * args.length / statistics.median(times)
+    seconds = result["forward_backward_s"]["median"]
+    result["tokens_per_s"] = speed = args.batch * args.length / seconds
     summary = f"{speed:.0f} tokens per second; messages as expected_traffic() says"
     if not all(right):
         summary = f"not as expected_traffic() says on rank {right.index(False)}"
@@ -1095,7 +1096,7 @@ def start(args):
     """Choose the device, read the model's config, join the other ranks; returns their group."""
     torchrun = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     given = [name for name in torchrun if name in os.environ]
-    if len(given) not in (0, 4) and args.backend != "fake":
+    if len(given) not in (0, 4) and args.backend != "fake":  # which has two, set by hand
         raise UsageError(f"{', '.join(given)} of torchrun's {', '.join(torchrun)}: unset, or all")
     rank, world, local_rank, local_world = (int(os.environ.get(k, n)) for k, n in torchrun.items())
     gpus = torch.cuda.device_count()

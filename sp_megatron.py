@@ -381,8 +381,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         target_logit = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0)
         both = torch.stack([target_logit, shifted.exp_().sum(-1)])
         target_logit, sum_exp = all_reduce(both, group)
-        # peak and sum_exp stay apart: peak + log(sum_exp) would be rounded like a logit, in float32
-        # one of 300 to 3e-5, and softmax - 1 of a confident prediction is smaller than that
+        # peak and sum_exp stay apart: peak + log(sum_exp) would be rounded like a logit (in float32
+        # at 300: to multiples of 3e-5), and softmax - 1 of a confident prediction can be smaller
         ctx.save_for_backward(logits, column, elsewhere, peak, sum_exp)
         return sum_exp.log() - target_logit
 
@@ -546,7 +546,7 @@ def finalize_args(args, world):
 # Largest relative errors. float64 is the proof; the others' rounding hides small mistakes
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bfloat16": 2e-1}
 LEARNING_LIMIT = {"float64": 1e-9, "float32": 1e-2, "bfloat16": 2e-1}
-IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ
+IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ  # or fake, alone
 
 
 def print_table(rows):
@@ -561,7 +561,7 @@ def print_table(rows):
 
 
 def gather_objects(value, group):
-    """Every rank's value, in a list; it is a barrier, too. A fake peer has none."""
+    """Every rank's value, in a list; it is a barrier, too. With --backend fake its own alone."""
     if dist.get_backend(group) == "fake":
         return [value]
     values = [None] * group.size()
@@ -766,7 +766,7 @@ class Meter(TorchDispatchMode):
         self.calls = Counter()
         self.bytes = Counter()
         self.peak = 0
-        self.alive = weakref.WeakValueDictionary()  # storages: several tensors may share one
+        self.alive = weakref.WeakValueDictionary()  # storages, while any of their tensors lives
         self.see(gc.get_objects())  # what exists already
 
     def see(self, values):
@@ -847,7 +847,8 @@ def check_benchmark(args, group):
     if traffic:
         print("\n  What rank 0 sends in a step; bytes are message bytes:")
         print_table(traffic)
-    result["tokens_per_s"] = speed = args.batch * args.length / statistics.median(times)
+    seconds = result["forward_backward_s"]["median"]
+    result["tokens_per_s"] = speed = args.batch * args.length / seconds
     summary = f"{speed:.0f} tokens per second; messages as expected_traffic() says"
     if not all(right):
         summary = f"not as expected_traffic() says on rank {right.index(False)}"
@@ -929,7 +930,7 @@ def start(args):
     """Choose the device, read the model's config, join the other ranks; returns their group."""
     torchrun = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     given = [name for name in torchrun if name in os.environ]
-    if len(given) not in (0, 4) and args.backend != "fake":
+    if len(given) not in (0, 4) and args.backend != "fake":  # which has two, set by hand
         raise UsageError(f"{', '.join(given)} of torchrun's {', '.join(torchrun)}: unset, or all")
     rank, world, local_rank, local_world = (int(os.environ.get(k, n)) for k, n in torchrun.items())
     gpus = torch.cuda.device_count()

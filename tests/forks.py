@@ -37,6 +37,8 @@ MODELS = {  # As they really come. 2, 3, 4 divide none of vocabulary, intermedia
     "olmo2_shared_kv": {"model_type": "olmo2", "num_key_value_heads": 1},
     "even": {"num_key_value_heads": 4, "tie_word_embeddings": True, "vocab_size": 104,
              "intermediate_size": 48},  # for DTensor
+    "even_bias": {"num_key_value_heads": 4, "tie_word_embeddings": False, "vocab_size": 104,
+                  "intermediate_size": 48, "attention_bias": True, "mlp_bias": True},
     "six_kv": {"num_key_value_heads": 6, "tie_word_embeddings": True, "attention_bias": True,
                "mlp_bias": True, "pad_token_id": 7},
     "longrope": {"num_key_value_heads": 2, "rope_scaling": {  # the padding of 13 tokens to 14

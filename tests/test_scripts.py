@@ -47,7 +47,8 @@ EXACT = [(ranks, f"{s} --length 37 --model {m}") for s in SHARDED for ranks, m i
 EXACT += [(ranks, f"pp.py --length 37 --model {m}") for ranks, m in PIPELINE]
 ZERO3 = "sp_ulysses.py --shard-weights --length 37 --model"
 EXACT += [(ranks, f"{ZERO3} {m}") for ranks, m in MODEL[:5]]
-EXACT += [(2, f"tp.py --dtensor --length 37 --model even{more}") for more in ("", " --loss full")]
+DTENSOR = ["even", "even --loss full", "even_bias"]
+EXACT += [(2, f"tp.py --dtensor --length 37 --model {model}") for model in DTENSOR]
 MORE = [  # for the slow tests
     *((4, f"{s} --length 37 --model {m}") for s in SHARDED for _, m in MODEL[:5] if m[:3] != "own"),
     *((5, f"{s} --length 9 --model seven_heads") for s in SHARDED),
