@@ -1111,8 +1111,6 @@ def start(args):
     args.attention = "flash_attention_2" if args.attn == "flash" else args.attn
     args.config, args.source = find_model(args.model)
     finalize_args(args, world)
-    if args.json and IS_RANK0:
-        open(args.json, "a").close()  # if it cannot be written, say so now
     store = dist.HashStore()  # where ranks find each other: here only one
     if args.backend == "fake":
         print(f"rank {rank} of {world} with silent peers: times exclude communication")

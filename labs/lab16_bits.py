@@ -411,7 +411,7 @@ def resume(folder, layout):
     # exercise: resume
     state = {"weights": {}, "mean": {}, "square": {}}
     for file in sorted(Path(folder).glob("*.pt")):
-        saved = torch.load(file)
+        saved = torch.load(file, weights_only=True)
         state["step"] = saved["step"]
         for kind in ("weights", "mean", "square"):
             kept = [key for key in saved[kind] if key[1] in (None, *layout.blocks)]

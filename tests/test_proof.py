@@ -219,8 +219,9 @@ def bfloat16_loss(script, put):
     model = SimpleNamespace(config=SimpleNamespace(vocab_size=vocabulary))
     model.lm_head = lambda hidden: 1 * hidden[..., start:end]  # a hidden state is its logits
     tokens = slice(None)
-    if script.STRATEGY == "sp_megatron":
+    if script.STRATEGY == "sp_megatron":  # whose head gathers all ranks' tokens
         tokens = slice(*script.split(12, group.rank(), group.size()))
+        model.lm_head = lambda x: 1 * script.gather_from_sp_region(x, group)[..., start:end]
     for logits in (
         plain,
         plain + 12 * sure,

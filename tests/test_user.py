@@ -11,8 +11,8 @@ from forks import STRATEGIES, run_script
 
 DIFF = 375  # lines of `diff tp.py sp_megatron.py`
 BUDGETS = {  # lines; nobody adds without taking something away
-    "tp.py": 965, "sp_megatron.py": 1011, "sp_ulysses.py": 939, "pp.py": 1177,
-    "oom_search.py": 900, "sp_layout_sim.py": 827, "labs/break_it.py": 421, "tests/*.py": 7870,
+    "tp.py": 966, "sp_megatron.py": 1010, "sp_ulysses.py": 938, "pp.py": 1176,
+    "oom_search.py": 900, "sp_layout_sim.py": 827, "labs/break_it.py": 421, "tests/*.py": 7875,
     "tests/answers/*.txt": 2631,
 }  # fmt: skip
 

@@ -128,7 +128,9 @@ def read(folder, **how):
     be_quiet()
     torch.manual_seed(0)
     how |= {"dtype": torch.float64, "attn_implementation": "sdpa", "local_files_only": True}
-    return AutoModelForCausalLM.from_pretrained(folder, **how).eval()
+    how |= {"use_safetensors": True, "trust_remote_code": False}  # no code of the folder is run
+    auto = AutoModelForCausalLM
+    return auto.from_pretrained(folder, **how).eval()
 
 
 def gradients(model, whole):
@@ -209,7 +211,9 @@ def make_folder(model, folder):
         model = tiny_model(model if model in FAMILIES else "llama", **changes)
     else:
         try:
-            config = AutoConfig.from_pretrained(model, local_files_only=True)
+            config = AutoConfig.from_pretrained(
+                model, local_files_only=True, trust_remote_code=False
+            )
             if [*Path(model).glob("*.safetensors")]:
                 return str(model)
             torch.manual_seed(0)

@@ -93,7 +93,7 @@ def proof(group, groups, lab, seed):
                     if before is None:
                         torch.save(seen, folder / "one_rank")
                         own.mkdir()
-                    right = torch.load(folder / "one_rank")
+                    right = torch.load(folder / "one_rank", weights_only=True)
                     if before is not None:
                         state = lab.resume(before, layout)
                         lab.train(state, data, STEPS - state["step"], layout, seed)
@@ -233,7 +233,7 @@ def broken(group, groups, lab, seed):
                     vars(lab).update(right)
                     if not one.exists():
                         torch.save(seen, one)
-                    for what, full in torch.load(one).items():
+                    for what, full in torch.load(one, weights_only=True).items():
                         cut = {key: part_of(x, key[2], layout.tp) for key, x in full.items()}
                         counts = differing(seen[what], cut)
                         found.append((change.__name__, dp, tp, what, *counts))
