@@ -16,9 +16,8 @@ features, what follows with 1/P of them. One MLP, P = 2:
         v                                       v
     rank 0: tokens 0..s/2       rank 1: tokens s/2..s        (b, s/2, h)
 
-An all-reduce is a reduce-scatter and an all-gather: a rank sends what it sends in tp.py, cut in two
-(but one all-gather a layer more is recomputed), and what lies between the two halves, residuals and
-norms, is 1/P as large.
+An all-reduce is a reduce-scatter and an all-gather: forward and backward send what tp.py sends, cut
+in two, and what lies between the two halves (residuals, norms) is 1/P as large.
 
     message of a layer    forward                 backward          recomputed (--recompute full)
     entering a block      g: all-gather           reduce-scatter    all-gather
@@ -80,6 +79,7 @@ STRATEGY = "sp_megatron"
 IGNORE = -100  # the label of a token that is no target: PyTorch's and Hugging Face's convention
 LOSS_CHUNK = 2048  # --loss chunked: a rank holds no more logits than so many tokens have
 
+# Copied from tp.py
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2")  # model_type
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 SIZES += ("num_key_value_heads", "vocab_size", "tie_word_embeddings")
@@ -142,8 +142,7 @@ def reduce_scatter(x, group):
 
 
 class GatherFromSPRegion(torch.autograd.Function):
-    """The paper's g. All ranks use all of x, so its gradient is the sum of theirs: a reduce-scatter
-    leaves each rank that of its own tokens."""
+    """The paper's g. All ranks use all of x: each receives the summed gradient of its tokens."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -156,8 +155,7 @@ class GatherFromSPRegion(torch.autograd.Function):
 
 
 class ReduceScatterToSPRegion(torch.autograd.Function):
-    """The paper's g-bar. y is the sum of the ranks' partial results: the gradient of each is dy, of
-    all tokens."""
+    """The paper's g-bar. y is the sum of the ranks' partial results: the gradient of each is dy."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -484,8 +482,7 @@ def grad_norm(model, group):
 
 def local_logits(model, ids, group, args):
     """This rank's columns of the logits, (b, s, v/P), marked as a parameter is."""
-    logits = model.lm_head(final_hidden_states(model, ids, group))
-    logits = logits[:, : ids.shape[1]]  # without padding
+    logits = model.lm_head(final_hidden_states(model, ids, group))[:, : ids.shape[1]]  # no padding
     return mark(logits, (2, *split(model.config.vocab_size, group.rank(), group.size())))
 
 
@@ -514,7 +511,12 @@ def expected_traffic(model, group, args):
     if args.recompute == "full":  # every layer's forward again, up to the MLP's g-bar (see the top)
         rows += [("backward", "all_gather", blocks, blocks * hidden)]
         rows += [("backward", "reduce_scatter", layers, layers * hidden)]
-    if model.config.model_type == "olmo2":  # q_norm's and k_norm's sums of squares, g-bar and g
+    _, _, replicas = head_range(model.config, group.rank(), group.size())
+    summed = ["k_proj", "v_proj", "k_norm"] if replicas > 1 else []  # of replicated KV heads
+    summed += ["layernorm", "model.norm"]  # by every rank's tokens
+    if model.config.model_type != "olmo2":  # Qwen3's norms of one head, by every rank's heads
+        summed += ["q_norm", "k_norm"]
+    else:  # q_norm's and k_norm's sums of squares
         for op in "reduce_scatter", "all_gather":
             sums = op, 2 * layers, 2 * layers * number
             rows += [("forward", *sums), ("backward", *sums)]
@@ -522,8 +524,10 @@ def expected_traffic(model, group, args):
                 rows += [("backward", *sums)]
         if args.recompute == "full":  # the MLP's g-bar, too, since a norm comes after it
             rows += [("backward", "reduce_scatter", layers, layers * hidden)]
-    summed = [p for p in model.parameters() if p.sum_over is not None]
-    return rows + [("backward", "all_reduce", 1, p.nbytes) for p in summed]
+    for name, parameter in model.named_parameters():
+        if any(word in name for word in summed):
+            rows += [("backward", "all_reduce", 1, parameter.nbytes)]
+    return rows
 
 
 OPTIONS = {}
@@ -666,7 +670,7 @@ def take_steps(model, args, group, parallel):
         keep(step, "loss", "loss", loss)
         for name, p in reversed(list(model.named_parameters())):  # as the backward reaches them
             keep(step, "grad", name, p.grad, p)
-        grads = [p.grad.double() for p in model.parameters()]
+        grads = (p.grad.double() for p in model.parameters())
         norm = grad_norm(model, group) if parallel else nn.utils.get_total_norm(grads)
         keep(step, "grad_norm", "grad_norm", norm)
         sgd(model, 0.05 * loss.item() / (norm.item() ** 2 or 1.0))  # about 5% less loss
@@ -702,10 +706,9 @@ def compare(found, expected, args, group):
         square = max(squares[step, kind, name], least) or 1.0
         error = math.sqrt(by_rank[:, i].sum() / square)
         row = {"name": name, "kind": kind, "step": step, "rank": by_rank[:, i].argmax().item()}
-        row |= {"coverage": coverage[i].item(), "relative_error": error}
-        close = error <= LIMIT[args.dtype]  # False for NaN
-        row |= {"limit": LIMIT[args.dtype], "passed": close and abs(row["coverage"] - 1) < 1e-9}
-        rows.append(row)
+        row |= {"coverage": coverage[i].item(), "relative_error": error, "limit": LIMIT[args.dtype]}
+        close = error <= row["limit"]  # False for NaN
+        rows.append(row | {"passed": close and abs(row["coverage"] - 1) < 1e-9})
     return rows
 
 
@@ -847,9 +850,8 @@ def check_benchmark(args, group):
     if traffic:
         print("\n  What rank 0 sends in a step; bytes are message bytes:")
         print_table(traffic)
-    seconds = result["forward_backward_s"]["median"]
-    result["tokens_per_s"] = speed = args.batch * args.length / seconds
-    summary = f"{speed:.0f} tokens per second; messages as expected_traffic() says"
+    result["tokens_per_s"] = args.batch * args.length / result["forward_backward_s"]["median"]
+    summary = f"{result['tokens_per_s']:.0f} tokens per second; messages as expected_traffic() says"
     if not all(right):
         summary = f"not as expected_traffic() says on rank {right.index(False)}"
     return summary, result
@@ -881,9 +883,7 @@ def find_model(name):
     except Exception as problem:  # of many kinds
         raise UsageError(f"cannot read the model {name}: {problem!r}") from None
     if config is None:
-        others = (
-            "scale logits (granite, gemma), fuse projections (phi3, glm), have experts (lab 12)"
-        )
+        others = "scale logits (granite, gemma), fuse matrices (phi3, glm), have experts (lab 12)"
         would = f"{', '.join(FAMILIES)} would do; others {others} or are not proved"
         raise UsageError(f"{name} is a model of type {family}; {would}")
     if "quantization_config" in entries or (path / "adapter_config.json").exists():

@@ -87,6 +87,7 @@ STRATEGY = "sp_ulysses"
 IGNORE = -100  # the label of a token that is no target: PyTorch's and Hugging Face's convention
 LOSS_CHUNK = 2048  # --loss chunked: a rank holds no more logits than so many tokens have
 
+# Copied from tp.py
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2")  # model_type
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 SIZES += ("num_key_value_heads", "vocab_size", "tie_word_embeddings")
@@ -594,7 +595,7 @@ def take_steps(model, args, group, parallel):
         keep(step, "loss", "loss", loss)
         for name, p in reversed(list(model.named_parameters())):  # as the backward reaches them
             keep(step, "grad", name, p.grad, p)
-        grads = [p.grad.double() for p in model.parameters()]
+        grads = (p.grad.double() for p in model.parameters())
         norm = grad_norm(model, group) if parallel else nn.utils.get_total_norm(grads)
         keep(step, "grad_norm", "grad_norm", norm)
         sgd(model, 0.05 * loss.item() / (norm.item() ** 2 or 1.0))  # about 5% less loss
@@ -630,10 +631,9 @@ def compare(found, expected, args, group):
         square = max(squares[step, kind, name], least) or 1.0
         error = math.sqrt(by_rank[:, i].sum() / square)
         row = {"name": name, "kind": kind, "step": step, "rank": by_rank[:, i].argmax().item()}
-        row |= {"coverage": coverage[i].item(), "relative_error": error}
-        close = error <= LIMIT[args.dtype]  # False for NaN
-        row |= {"limit": LIMIT[args.dtype], "passed": close and abs(row["coverage"] - 1) < 1e-9}
-        rows.append(row)
+        row |= {"coverage": coverage[i].item(), "relative_error": error, "limit": LIMIT[args.dtype]}
+        close = error <= row["limit"]  # False for NaN
+        rows.append(row | {"passed": close and abs(row["coverage"] - 1) < 1e-9})
     return rows
 
 
@@ -775,9 +775,8 @@ def check_benchmark(args, group):
     if traffic:
         print("\n  What rank 0 sends in a step; bytes are message bytes:")
         print_table(traffic)
-    seconds = result["forward_backward_s"]["median"]
-    result["tokens_per_s"] = speed = args.batch * args.length / seconds
-    summary = f"{speed:.0f} tokens per second; messages as expected_traffic() says"
+    result["tokens_per_s"] = args.batch * args.length / result["forward_backward_s"]["median"]
+    summary = f"{result['tokens_per_s']:.0f} tokens per second; messages as expected_traffic() says"
     if not all(right):
         summary = f"not as expected_traffic() says on rank {right.index(False)}"
     return summary, result
@@ -809,9 +808,7 @@ def find_model(name):
     except Exception as problem:  # of many kinds
         raise UsageError(f"cannot read the model {name}: {problem!r}") from None
     if config is None:
-        others = (
-            "scale logits (granite, gemma), fuse projections (phi3, glm), have experts (lab 12)"
-        )
+        others = "scale logits (granite, gemma), fuse matrices (phi3, glm), have experts (lab 12)"
         would = f"{', '.join(FAMILIES)} would do; others {others} or are not proved"
         raise UsageError(f"{name} is a model of type {family}; {would}")
     if "quantization_config" in entries or (path / "adapter_config.json").exists():

@@ -1,7 +1,6 @@
 """Tensor parallelism for LLaMA in one file: Megatron-LM (arXiv 1909.08053) on Hugging Face's model.
 
-Each of P ranks holds 1/P of every weight matrix, and between the blocks all activations. One MLP,
-P = 2:
+Each of P ranks holds 1/P of each weight matrix, and all activations between the blocks. P = 2:
 
       x (b, s, h) on both ranks
         | f   forward: nothing           backward: all-reduce dx
@@ -329,8 +328,7 @@ def parallelize_dtensor(model, group):
     if tied:  # parallelize_module makes two parameters of one
         model.lm_head.weight = model.model.embed_tokens.weight
     for name, parameter in model.named_parameters():
-        # The proof gathers a DTensor, so that each rank has a replica of all of it. A matrix that
-        # the plan forgot keeps 1 on each rank, and the proof finds P of it
+        # The proof gathers a DTensor on each rank. Of a matrix that the plan forgot it finds P
         planned = isinstance(parameter, DTensor)
         if planned and not name.endswith("bias"):  # a row parallel linear's is on every rank
             planned = parameter.placements[0].is_shard()
@@ -468,13 +466,19 @@ def expected_traffic(model, group, args):
         rows += [("backward", "all_reduce", 2 * chunks, 3 * number)]
     if args.recompute == "full":  # every layer's forward again, up to the MLP's g (see the top)
         rows += [("backward", "all_reduce", layers, layers * hidden)]
-    if model.config.model_type == "olmo2":  # q_norm's and k_norm's sums of squares, g and f
+    _, _, replicas = head_range(model.config, group.rank(), group.size())
+    summed = ["k_proj", "v_proj", "k_norm"] if replicas > 1 else []  # of replicated KV heads
+    if model.config.model_type != "olmo2":  # Qwen3's norms of one head, by every rank's heads
+        summed += ["q_norm", "k_norm"]
+    else:  # q_norm's and k_norm's sums of squares
         sums = "all_reduce", 2 * layers, 2 * layers * number
         rows += [("forward", *sums), ("backward", *sums)]
         if args.recompute == "full":  # those again; and the MLP's g, since a norm comes after it
             rows += [("backward", *sums), ("backward", "all_reduce", layers, layers * hidden)]
-    summed = [p for p in model.parameters() if p.sum_over is not None]
-    return rows + [("backward", "all_reduce", 1, p.nbytes) for p in summed]
+    for name, parameter in model.named_parameters():
+        if any(word in name for word in summed):
+            rows += [("backward", "all_reduce", 1, parameter.nbytes)]
+    return rows
 
 
 OPTIONS = {"--dtensor": {"action": "store_true", "help": "PyTorch's parallelize_module instead"}}
@@ -622,7 +626,7 @@ def take_steps(model, args, group, parallel):
         keep(step, "loss", "loss", loss)
         for name, p in reversed(list(model.named_parameters())):  # as the backward reaches them
             keep(step, "grad", name, p.grad, p)
-        grads = [p.grad.double() for p in model.parameters()]
+        grads = (p.grad.double() for p in model.parameters())
         norm = grad_norm(model, group) if parallel else nn.utils.get_total_norm(grads)
         keep(step, "grad_norm", "grad_norm", norm)
         sgd(model, 0.05 * loss.item() / (norm.item() ** 2 or 1.0))  # about 5% less loss
@@ -658,10 +662,9 @@ def compare(found, expected, args, group):
         square = max(squares[step, kind, name], least) or 1.0
         error = math.sqrt(by_rank[:, i].sum() / square)
         row = {"name": name, "kind": kind, "step": step, "rank": by_rank[:, i].argmax().item()}
-        row |= {"coverage": coverage[i].item(), "relative_error": error}
-        close = error <= LIMIT[args.dtype]  # False for NaN
-        row |= {"limit": LIMIT[args.dtype], "passed": close and abs(row["coverage"] - 1) < 1e-9}
-        rows.append(row)
+        row |= {"coverage": coverage[i].item(), "relative_error": error, "limit": LIMIT[args.dtype]}
+        close = error <= row["limit"]  # False for NaN
+        rows.append(row | {"passed": close and abs(row["coverage"] - 1) < 1e-9})
     return rows
 
 
@@ -803,9 +806,8 @@ def check_benchmark(args, group):
     if traffic:
         print("\n  What rank 0 sends in a step; bytes are message bytes:")
         print_table(traffic)
-    seconds = result["forward_backward_s"]["median"]
-    result["tokens_per_s"] = speed = args.batch * args.length / seconds
-    summary = f"{speed:.0f} tokens per second; messages as expected_traffic() says"
+    result["tokens_per_s"] = args.batch * args.length / result["forward_backward_s"]["median"]
+    summary = f"{result['tokens_per_s']:.0f} tokens per second; messages as expected_traffic() says"
     if not all(right):
         summary = f"not as expected_traffic() says on rank {right.index(False)}"
     return summary, result
@@ -837,9 +839,7 @@ def find_model(name):
     except Exception as problem:  # of many kinds
         raise UsageError(f"cannot read the model {name}: {problem!r}") from None
     if config is None:
-        others = (
-            "scale logits (granite, gemma), fuse projections (phi3, glm), have experts (lab 12)"
-        )
+        others = "scale logits (granite, gemma), fuse matrices (phi3, glm), have experts (lab 12)"
         would = f"{', '.join(FAMILIES)} would do; others {others} or are not proved"
         raise UsageError(f"{name} is a model of type {family}; {would}")
     if "quantization_config" in entries or (path / "adapter_config.json").exists():

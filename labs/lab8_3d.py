@@ -147,8 +147,7 @@ def reduce_scatter(x, group):
 
 # Copied from sp_megatron.py
 class GatherFromSPRegion(torch.autograd.Function):
-    """The paper's g. All ranks use all of x, so its gradient is the sum of theirs: a reduce-scatter
-    leaves each rank that of its own tokens."""
+    """The paper's g. All ranks use all of x: each receives the summed gradient of its tokens."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -162,8 +161,7 @@ class GatherFromSPRegion(torch.autograd.Function):
 
 # Copied from sp_megatron.py
 class ReduceScatterToSPRegion(torch.autograd.Function):
-    """The paper's g-bar. y is the sum of the ranks' partial results: the gradient of each is dy, of
-    all tokens."""
+    """The paper's g-bar. y is the sum of the ranks' partial results: the gradient of each is dy."""
 
     @staticmethod
     def forward(ctx, x, group):

@@ -50,7 +50,7 @@ def split_tail(text):
 
 def tail_of(text, like):
     """Of an original, what follows the banner with which the copied tail `like` begins."""
-    head, banner, rest = text.partition(like.splitlines()[0])
+    _, banner, rest = text.partition(like.splitlines()[0])
     return banner + rest
 
 

@@ -220,10 +220,8 @@ SIZES += [pytest.param(*size, marks=pytest.mark.slow) for size in MORE]
 @pytest.mark.parametrize("script", STRATEGIES)
 @pytest.mark.parametrize("world,batch,window", SIZES)
 def test_flash_attention_is_given_what_sdpa_is(ranks, tmp_path, script, world, batch, window):
-    config = (
-        SMALL | MODELS[DEEP] | ({"model_type": "mistral", "sliding_window": 5} if window else {})
-    )
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    family = {"model_type": "mistral", "sliding_window": window} if window else {}
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | MODELS[DEEP] | family))
     microbatches = ["--microbatches", "1"] if script == "pp.py" and batch == 1 else []
     options = [str(tmp_path), "--batch", str(batch), *microbatches]
     codes, output = ranks.live(world, flash_is_sdpa, script, {}, options)

@@ -178,6 +178,13 @@ def test_correctness_sees_with_its_default_options(ranks, what, script, put):
     seen(ranks, script, put, "")
 
 
+@pytest.mark.parametrize("script", TP)
+def test_traffic_sees_a_sum_that_is_left_out(ranks, script):
+    """The formula asks names, not the marks by which sum_gradients() knows what to sum."""
+    put = {"sum_over=group if world > 1 else None": "sum_over=None"}
+    seen(ranks, script, put, "--model own_kv --mode benchmark --length 8 --bench-iters 1")
+
+
 TOO_LARGE = """
 def sum_gradients(model, right=sum_gradients):
     right(model)

@@ -123,10 +123,8 @@ def test_drift_is_found_and_fixed(tmp_path):
     copy.write_text(right.replace("# Copied from tp.py\ndef mark", "def mark"))
     assert "sp_megatron.py: mark is the same in tp.py, and unmarked" in drift(tmp_path)
     copy.write_text(right)
-    original = tmp_path / "tp.py"
-    original.write_text(
-        (ROOT / "tp.py").read_text().replace("def mark", "# Copied from tp.py\ndef mark")
-    )
+    original = (ROOT / "tp.py").read_text()
+    (tmp_path / "tp.py").write_text(original.replace("def mark", "# Copied from tp.py\ndef mark"))
     assert drift(tmp_path) == ["tp.py: mark is said to be a copy of itself"]
 
 
