@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import blame
 import torch
 import torch.distributed as dist
-from checks.compare import drawn
+from checks.compare import attempt, drawn
 from checks.experts import Float64
 from checks.tools import subgroup
 from harness import LABS, Wrong, expect, load
@@ -316,15 +316,13 @@ def both_groups(group):
 
 
 def called(what, hint, function, *args):
-    """function(*args); an error becomes Wrong, with the hint, if its text has none of its own."""
+    """attempt(), whose hint stands back where the text of an error has one of its own."""
     try:
-        return function(*args)
-    except (RuntimeError, AttributeError, TypeError, ValueError, IndexError) as problem:
-        if isinstance(problem, NotImplementedError):
+        return attempt(what, hint, function, *args)
+    except Wrong as wrong:
+        if wrong.__cause__ is None:  # not an error: the function itself says Wrong
             raise
-        first = str(problem).partition("\n")[0]
-        found = f"{what} fails, {type(problem).__name__}: {first}"
-        raise Wrong(found, blame.hint_at(first) or hint) from problem
+        raise Wrong(wrong.found, blame.hint_at(wrong.found) or hint) from wrong.__cause__
 
 
 def tensors_of(what, found, count):

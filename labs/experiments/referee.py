@@ -185,6 +185,8 @@ def verdict(lab, folder, plan, sequence_parallel):
     """A row: "right", "WRONG", or, without a gradient, "refused", "fails", "absent"; and why."""
     if plan == OWN and not find_spec("transformers.distributed.tensor_parallel"):
         return {"verdict": "absent", "why": f"transformers {transformers.__version__} has none"}
+    if plan == OWN and not find_spec("accelerate"):
+        return {"verdict": "absent", "why": "it needs accelerate, which is not installed"}
     try:
         ranks = on_ranks(RANKS, judge, lab, folder, plan, sequence_parallel, timeout=300)
     except Wrong as wrong:
@@ -280,7 +282,7 @@ def referee(lab, args):
     print(f"\n{RANKS} ranks, float64: the largest relative error of a parameter's gradient,")
     print(f"after one microbatch and after two. Right: at most {LIMIT:.0e}")
     lines = [HEAD, *map(cells, rows)]
-    table(*lines)
+    table(*([*row[:6], row[6][:64], row[7]] for row in lines))  # reasons may be long
     off = [
         f"{row['model']}, {row['plan']}, {row['verdict']}"
         for row in rows

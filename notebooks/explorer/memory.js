@@ -276,7 +276,7 @@ view({
       "Other batches, dtypes, models and numbers of ranks: with the options of",
     ];
     const [script, nproc] = [state.strategy, setting.P];
-    const command = `python oom_search.py --how predicted --at ${state.length} --strategy ${script} --nproc ${nproc} --model ${DATA.memory.folders[state.model] ?? state.model} ` +
+    const command = `python oom_search.py --how predicted --at ${state.length} --strategy ${script} --nproc ${nproc} --model ${state.model} ` +
       `--recompute ${setting.recompute} --loss ${setting.loss} --optimizer ${state.optimizer}${setting.shard === "yes" ? " --shard-weights" : ""}`;
     say(words);
     root.append(

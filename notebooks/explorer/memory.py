@@ -1,15 +1,13 @@
 """What fills the memory: oom_search.py's predictions, for the explorer's memory and time."""
 
 import importlib
-import json
 import math
 import tempfile
 import time
 from functools import partial
 from itertools import pairwise, product
-from pathlib import Path
 
-from experiments.plan import config_of, why_not
+from experiments.plan import why_not
 from harness import LABS, load
 from tqdm import tqdm
 
@@ -18,8 +16,7 @@ import oom_search
 MODELS = {
     "llama-3.2-1b": "Llama 3.2 1B", "llama-3.2-3b": "Llama 3.2 3B", "llama-3.1-8b": "Llama 3.1 8B",
 }  # fmt: skip
-LARGE = {"llama-3.1-70b": "Llama 3.1 70B"}  # no preset of the scripts: lab 11 knows its sizes
-FOLDER = "meta-llama/Llama-3.1-70B"  # for those who have access, or a folder with its config.json
+LARGE = {"llama-3.1-70b": "Llama 3.1 70B"}
 STRATEGIES = {
     "tp": "tp", "sp_megatron": "sp", "sp_ulysses": "ulysses", "sp_ulysses --shard-weights":
     "ulysses_sharded", "pp": "pp",
@@ -84,27 +81,16 @@ def memory():
             curves[f"{key} {recompute} {loss}"] = [(curve if exact else few)(ask) for ask in own]
     gpus = {name: gib for name, (gib, capability) in oom_search.GPUS.items() if capability >= 8}
     told = {"models": MODELS | LARGE, "gpus": gpus, "outside": oom_search.OUTSIDE}
-    told |= {"exact": EXACT, "folders": dict.fromkeys(LARGE, FOLDER)}
+    told["exact"] = EXACT
     told["sizes"] = {name: [x.layers, x.hidden] for name, x in load(LAB).MODELS.items()}
     return told | {"parts": oom_search.PARTS, "curves": curves, "steps": steps}
-
-
-def model_option(name):
-    """What oom_search.py takes as --model: the name of a preset, or a folder with a config.json."""
-    if name in MODELS:
-        return name
-    folder = Path(tempfile.gettempdir(), name)
-    folder.mkdir(exist_ok=True)
-    config = config_of(load(LAB).MODELS[name])
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
 
 
 def predict(known, model, strategy, world, rank, recompute, loss, optimizer, length):
     """MiB of each part at the peak of a step, as oom_search.py --at finds it."""
     name, *own = strategy.split()
     argv = ["--how", "predicted", "--optimizer", optimizer, "--loss", loss, *own]
-    options = oom_search.parse([*argv, "--model", model_option(model), "--recompute", recompute])
+    options = oom_search.parse([*argv, "--model", model, "--recompute", recompute])
     case = oom_search.make_case(name, world, rank, length, options)
     if (key := oom_search.as_key(case)) not in known:
         with tempfile.TemporaryDirectory() as folder:
