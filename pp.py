@@ -308,7 +308,7 @@ def open_channels(group, stages, args):
 
 # Copied from tp.py
 def mark(tensor, shard=None, replicas=1, sum_over=None):
-    """Note on a tensor which shard (dim, start, end) of the full one it is (None: all of it), how
+    """Record on a tensor which shard (dim, start, end) of the full one it is (None: all of it), how
     many ranks hold the same, and the group over which to sum its gradient (None: no sum).
     sum_gradients() reads sum_over, the proof of section 5 the others."""
     tensor.shard, tensor.replicas, tensor.sum_over = shard, replicas, sum_over
@@ -708,12 +708,11 @@ def finalize_args(args, world):
 
 
 # Copied from tp.py
-# ---- 5. Proof: the three modes, word for word the same in all four scripts -----------------------
+# ---- 5. Proof: the same in tp.py, sp_megatron.py, sp_ulysses.py and pp.py ------------------------
 
-# Largest relative errors. float64 is the proof; the others' rounding hides small mistakes
+# Allowed relative errors. float64 is the proof; the others' rounding hides small mistakes
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bfloat16": 2e-1}
-LEARNING_LIMIT = {"float64": 1e-9, "float32": 1e-2, "bfloat16": 2e-1}
-IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ  # or fake, alone
+IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ  # or no torchrun
 
 
 def print_table(rows):
@@ -737,8 +736,8 @@ def gather_objects(value, group):
 
 
 def upcasts_in_float64(args):
-    """A context for --dtype float64. HF computes norms, softmax and rotary embedding in
-    torch.float32 whatever the model's dtype; in the context its code finds float64 there."""
+    """A context for --dtype float64. HF computes norms and softmax in torch.float32 whatever the
+    model's dtype; in the context its code finds float64 under that name."""
     if args.dtype != "float64":
         return contextlib.nullcontext()
     family = args.config.model_type
@@ -756,7 +755,7 @@ def load_model(args):
         if args.source is None:
             with args.device:
                 return auto.from_config(config, **how).train()
-        how |= {"use_safetensors": True, "ignore_mismatched_sizes": True}
+        how |= {"use_safetensors": True, "ignore_mismatched_sizes": True}  # these: refused below
         how |= {"output_loading_info": True, "trust_remote_code": False}
         model, report = auto.from_pretrained(config=config, **args.source, **how)
     except torch.OutOfMemoryError:
@@ -771,11 +770,11 @@ def load_model(args):
 
 
 def proof_batch(args, group, step=1):
-    """ids and labels (b, s) of a step, in which an error cannot cancel or hide.
+    """ids and labels (b, s) of a step, such that an error is unlikely to cancel or hide.
 
     Step 2 has other tokens and another length: stale state from step 1 makes it fail. Targets are
     spread unevenly over sequences and tokens. Among inputs and targets are the padding token and
-    the first and last row of each rank's share of the vocabulary.
+    the first and last row of each rank's share of the vocabulary, where it is cut.
     """
     vocabulary, length = args.config.vocab_size, args.length
     if step == 2:
@@ -807,20 +806,23 @@ def sgd(model, lr):
 
 
 def take_steps(model, args, group, parallel):
-    """{(step, kind, name): tensor} of three SGD steps, by this script (parallel) or HF's model,
-    each tensor marked as the parameter is; what is not marked, every rank has in full. Step 3 has
-    logits of up to thousands, whose exp() overflows; in float64 alone: else rounding decides.
+    """{(step, kind, name): tensor} of three SGD steps, by this script (parallel) or HF's model.
+
+    Each tensor is marked with what it is of the full one. Step 3 has logits of up to thousands,
+    whose exp() overflows; it is taken in float64 only, since elsewhere rounding decides.
     """
     found = {}
     step_function = train_step if parallel else reference_step
 
-    def keep(step, kind, name, tensor, marked=None):
-        shard, replicas = getattr(marked, "shard", None), getattr(marked, "replicas", group.size())
+    def keep(step, kind, name, tensor, parameter=None):
+        marked = tensor if parameter is None else parameter
+        shard = getattr(marked, "shard", None)
+        replicas = getattr(marked, "replicas", group.size())  # not marked: every rank has all of it
         tensor = torch.atleast_1d(full_tensor(tensor.detach()).clone())
         found[step, kind, name] = mark(tensor, shard, replicas)
 
-    for name, p in model.named_parameters():  # as they were cut
-        keep(1, "weight", name, p, p)
+    for name, p in model.named_parameters():  # before any step
+        keep(1, "weight", name, p)
     for step in (1, 2, 3) if args.dtype == "float64" else (1, 2):
         if step == 3:
             model.model.norm.register_forward_hook(lambda module, x, out: 512 * out)
@@ -828,7 +830,7 @@ def take_steps(model, args, group, parallel):
         with torch.no_grad():
             logits = local_logits(model, ids, group, args) if parallel else model(ids).logits
         if logits is not None:  # of a pipeline only the last stage has them
-            keep(step, "logits", "logits", logits, logits)
+            keep(step, "logits", "logits", logits)
         loss = step_function(model, ids, labels, group, args)
         keep(step, "loss", "loss", loss)
         for name, p in reversed(list(model.named_parameters())):  # as the backward reaches them
@@ -843,17 +845,15 @@ def take_steps(model, args, group, parallel):
 def compare(found, expected, args, group):
     """Rows of --json: the error of each tensor over all ranks, and its coverage.
 
-    An error is relative to the tensor's norm, or to a thousandth of the norm of all tensors of its
-    kind if that is larger: some gradients are zero but for rounding. In float32 and bfloat16: to
-    the norm of all of its kind. Coverage: how often a tensor exists, replicas counted once; below
-    1 a part is lost, above 1 it is not sharded.
+    Coverage: how often a tensor exists, replicas counted once; below 1 a part is lost, above 1 it
+    is not sharded.
     """
     errors = torch.zeros(len(expected), dtype=torch.float64)  # squared, on this rank
     coverage = torch.zeros(len(expected), dtype=torch.float64)
-    squares = Counter()  # of norms, by (step, kind, name) and by (step, kind)
+    squares = [full.double().square().sum().item() for full in expected.values()]
+    of_kind = Counter()  # {(step, kind): sum of squares}
     for i, ((step, kind, name), full) in enumerate(expected.items()):
-        squares[step, kind, name] = square = full.double().square().sum().item()
-        squares[step, kind] += square
+        of_kind[step, kind] += squares[i]
         if (step, kind, name) in found:  # it may be another rank's alone: a layer, a bias
             tensor = found[step, kind, name]
             dim, start, end = tensor.shard or (0, 0, len(full))
@@ -865,9 +865,10 @@ def compare(found, expected, args, group):
     coverage = sum(gather_objects(coverage, group))
     rows = []
     for i, (step, kind, name) in enumerate(expected):
-        least = squares[step, kind] * (1e-6 if args.dtype == "float64" else 1)
-        square = max(squares[step, kind, name], least) or 1.0
-        error = math.sqrt(by_rank[:, i].sum() / square)
+        # Relative to the tensor's norm, or to a thousandth of that of all of its kind if that is
+        # larger: some gradients are zero but for rounding. In float32 and bfloat16 to all of it
+        least = of_kind[step, kind] * (1e-6 if args.dtype == "float64" else 1)
+        error = math.sqrt(by_rank[:, i].sum() / (max(squares[i], least) or 1.0))
         row = {"name": name, "kind": kind, "step": step, "rank": by_rank[:, i].argmax().item()}
         row |= {"coverage": coverage[i].item(), "relative_error": error, "limit": LIMIT[args.dtype]}
         close = error <= row["limit"]  # False for NaN
@@ -876,13 +877,13 @@ def compare(found, expected, args, group):
 
 
 def check_correctness(args, group):
-    """Every tensor of three steps on P ranks against HF's untouched model on one device."""
+    """Tensors of three steps on P ranks against HF's untouched model, which every rank runs."""
     expected = take_steps(load_model(args), args, group, parallel=False)
     model = parallelize(load_model(args), group, args)
     found = take_steps(model, args, group, parallel=True)
     rows = compare(found, expected, args, group)
     wrong = [row for row in rows if not row["passed"]]
-    by_error = sorted(rows, key=lambda row: row["relative_error"], reverse=True)
+    by_error = sorted(rows, key=lambda row: (row["passed"], -row["relative_error"]))  # wrong first
     result = {"tolerance": LIMIT[args.dtype], "passed": not wrong, "worst": by_error[0]}
     for name in ("loss", "grad_norm"):
         one_device, parallel = (x[1, name, name].item() for x in (expected, found))
@@ -913,10 +914,10 @@ def check_learning(args, group):
             lr = 0.07 * losses[0] / (grad_norm(model, group).item() ** 2 or 1.0)
         sgd(model, lr)
         sgd(reference, lr)
-    errors = [abs(loss / reference - 1) for loss, reference in zip(losses, references)]
+    errors = [abs(ours / theirs - 1) for ours, theirs in zip(losses, references)]
     errors = sum(gather_objects(errors, group), [])
     fall = 1 - losses[-1] / losses[0]
-    close = all(error <= LEARNING_LIMIT[args.dtype] for error in errors)  # False for NaN
+    close = all(error <= LIMIT[args.dtype] for error in errors)  # False for NaN
     summary = f"losses within {max(errors):.1e} of one device's, and down by {fall:.0%}"
     return summary, {"passed": close and fall > 0, "loss": losses, "loss_reference": references}
 
@@ -936,7 +937,7 @@ class Meter(TorchDispatchMode):
         self.see(gc.get_objects())  # what exists already
 
     def see(self, values):
-        """The tensors among values; not DTensors and FakeTensors, which have no data."""
+        """Note the storages of the tensors among values; returns these. A DTensor has no data."""
         tensors = [x for x in values if type(x) in (torch.Tensor, nn.Parameter)]
         for storage in (x.untyped_storage() for x in tensors):
             if storage._cdata not in self.alive:
@@ -954,7 +955,7 @@ class Meter(TorchDispatchMode):
         name = func._opname.replace("_", "")
         for op in self.OPS:
             if "c10d" in func.namespace and name.startswith(op.replace("_", "")):
-                message = inputs[-1:] if op == "all_to_all" else inputs + outputs  # (out, in)
+                message = inputs[-1:] if op == "all_to_all" else inputs + outputs  # of (out, in)
                 self.calls[op] += 1
                 self.bytes[op] += max(x.nbytes for x in message)
         return out
@@ -968,10 +969,10 @@ def compare_traffic(forward, step, expected):
         calls, size = forward.calls[op], forward.bytes[op]
         if phase == "backward":
             calls, size = step.calls[op] - calls, step.bytes[op] - size
-        wanted = [(calls, size) for *key, calls, size in expected if key == [phase, op]]
+        wanted = [row for row in expected if row[:2] == (phase, op)]
         row = {"phase": phase, "op": op, "count": calls, "bytes": size}
-        row["expected_count"] = sum(calls for calls, _ in wanted)
-        row["expected_bytes"] = sum(size for _, size in wanted)
+        row["expected_count"] = sum(calls for _, _, calls, _ in wanted)
+        row["expected_bytes"] = sum(size for _, _, _, size in wanted)
         row["passed"] = (calls, size) == (row["expected_count"], row["expected_bytes"])
         if calls or row["expected_count"]:
             rows.append(row)
@@ -982,7 +983,7 @@ def check_benchmark(args, group):
     """Time, peak memory and messages of a step; the messages must be as expected, to the byte."""
     model = parallelize(load_model(args), group, args)
     batch = proof_batch(args, group)
-    device, cuda = torch.get_device_module(args.device), args.device.type == "cuda"
+    accelerator, cuda = torch.get_device_module(args.device), args.device.type == "cuda"
 
     def step(backward=True):
         train_step(model, *batch, group, args, backward)
@@ -991,36 +992,38 @@ def check_benchmark(args, group):
     with Meter() as forward:  # these two steps warm up, too
         step(backward=False)
     if cuda:
-        device.reset_peak_memory_stats()  # loading had the full model
+        accelerator.reset_peak_memory_stats()  # loading had the full model
     with Meter() as both:
         step()
-    peaks = gather_objects(device.max_memory_allocated() if cuda else both.peak, group)
+    ranks = gather_objects(group.rank(), group)  # 0 to P - 1; with --backend fake this one
+    peaks = gather_objects(accelerator.max_memory_allocated() if cuda else both.peak, group)
     traffic = compare_traffic(forward, both, expected_traffic(model, group, args))
     right = gather_objects(all(row["passed"] for row in traffic), group)
     result = {"passed": all(right), "peak_memory_bytes": peaks, "traffic": traffic}
     for name in ("forward_s", "forward_backward_s"):
         times = []
         for _ in range(args.bench_iters):
+            accelerator.synchronize()
             gather_objects(None, group)  # the ranks begin together
             begin = time.perf_counter()
             step(backward=name == "forward_backward_s")
-            device.synchronize()
+            accelerator.synchronize()
             times.append(max(gather_objects(time.perf_counter() - begin, group)))  # the slowest
         result[name] = {"median": statistics.median(times), "min": min(times), "max": max(times)}
     label = "time" if cuda else "time (of a CPU: says nothing about GPUs)"
     print_table([{label: name} | result[name] for name in ("forward_s", "forward_backward_s")])
-    print_table([{"rank": rank, "peak memory, bytes": size} for rank, size in enumerate(peaks)])
+    print_table([{"rank": rank, "peak memory, bytes": n} for rank, n in zip(ranks, peaks)])
     if traffic:
-        print("\n  What rank 0 sends in a step; bytes are message bytes:")
+        print(f"\n  What rank {group.rank()} sends in a step; bytes are of the full tensors:")
         print_table(traffic)
     result["tokens_per_s"] = args.batch * args.length / result["forward_backward_s"]["median"]
     summary = f"{result['tokens_per_s']:.0f} tokens per second; messages as expected_traffic() says"
     if not all(right):
-        summary = f"not as expected_traffic() says on rank {right.index(False)}"
+        summary = f"not as expected_traffic() says on rank {ranks[right.index(False)]}"
     return summary, result
 
 
-# ---- 6. Command line: the same in all four scripts -----------------------------------------------
+# ---- 6. Command line -----------------------------------------------------------------------------
 
 MODES = {"correctness": check_correctness, "learning": check_learning, "benchmark": check_benchmark}
 
@@ -1037,8 +1040,8 @@ def find_model(name):
     source = {"pretrained_model_name_or_path": name}
     if path.suffix == ".gguf":
         source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    elif not path.is_dir() and (path.exists() or "/" not in name or name[0] in "./~"):
-        raise UsageError(f"no model {name}: a directory, a .gguf file or {list(PRESETS)} would do")
+    elif not path.is_dir() and (path.exists() or "/" not in name or name[0] in "./~"):  # no hub id
+        raise UsageError(f"no model {name}: hub id, directory, .gguf file, {[*PRESETS]} would do")
     try:  # the entries of config.json; no code that the model brings is run
         entries, _ = transformers.PreTrainedConfig.get_config_dict(**source)
         family = entries["model_type"]
@@ -1046,8 +1049,8 @@ def find_model(name):
     except Exception as problem:  # of many kinds
         raise UsageError(f"cannot read the model {name}: {problem!r}") from None
     if config is None:
-        others = "scale logits (granite, gemma), fuse matrices (phi3, glm), have experts (lab 12)"
-        would = f"{', '.join(FAMILIES)} would do; others {others} or are not proved"
+        others = "scale logits (granite, gemma), fuse matrices (phi3, glm) or have experts (lab 12)"
+        would = f"{', '.join(FAMILIES)} would do; others {others}"
         raise UsageError(f"{name} is a model of type {family}; {would}")
     if "quantization_config" in entries or (path / "adapter_config.json").exists():
         raise UsageError(f"{name} is quantized or has an adapter; plain weights would do")
@@ -1055,7 +1058,7 @@ def find_model(name):
         print("attention_dropout is set to 0: ranks would not draw what one device draws")
         config.attention_dropout = 0.0
     weights = [*path.glob("*.safetensors*"), *path.glob("*.bin*")]
-    return config, None if path.is_dir() and not weights else source
+    return config, (None if path.is_dir() and not weights else source)
 
 
 def parse(argv):
@@ -1093,7 +1096,7 @@ def start(args):
     """Choose the device, read the model's config, join the other ranks; returns their group."""
     torchrun = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     given = [name for name in torchrun if name in os.environ]
-    if len(given) not in (0, 4) and args.backend != "fake":  # which has two, set by hand
+    if len(given) not in (0, 4) and args.backend != "fake":  # fake: RANK, WORLD_SIZE, by hand
         raise UsageError(f"{', '.join(given)} of torchrun's {', '.join(torchrun)}: unset, or all")
     rank, world, local_rank, local_world = (int(os.environ.get(k, n)) for k, n in torchrun.items())
     gpus = torch.cuda.device_count()

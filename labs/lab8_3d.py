@@ -278,8 +278,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         target_logit = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0)
         both = torch.stack([target_logit, shifted.exp_().sum(-1)])
         target_logit, sum_exp = all_reduce(both, group)
-        # peak and sum_exp stay apart: peak + log(sum_exp) would be rounded like a logit (in float32
-        # at 300: to multiples of 3e-5), and softmax - 1 of a confident prediction can be smaller
+        # peak and sum_exp stay apart: their sum peak + log(sum_exp) would be rounded, in float32 at
+        # 300 by up to 3e-5, which is more than softmax - 1 of a confident prediction
         ctx.save_for_backward(logits, column, elsewhere, peak, sum_exp)
         return sum_exp.log() - target_logit
 

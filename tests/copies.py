@@ -49,9 +49,9 @@ def split_tail(text):
 
 
 def tail_of(text, like):
-    """Of an original, what follows the banner with which the copied tail `like` begins."""
-    _, banner, rest = text.partition(like.splitlines()[0])
-    return banner + rest
+    """Of an original, all from the banner of the section with which the copied tail begins."""
+    number = re.match(r"# -+ (\d)\. ", like)[1]
+    return text[re.search(rf"^# -+ {number}\. ", text, re.M).start() :]
 
 
 def drift(folder=ROOT, fix=False):

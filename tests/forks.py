@@ -34,7 +34,6 @@ MODELS = {  # As they really come. 2, 3, 4 divide none of vocabulary, intermedia
     "head_dim": {"model_type": "mistral", "num_key_value_heads": 4, "head_dim": 10,
                  "tie_word_embeddings": False, "sliding_window": 4},
     "olmo2": {"model_type": "olmo2", "num_key_value_heads": 4},
-    "olmo2_shared_kv": {"model_type": "olmo2", "num_key_value_heads": 1},
     "even": {"num_key_value_heads": 4, "tie_word_embeddings": True, "vocab_size": 104,
              "intermediate_size": 48},  # for DTensor
     "even_bias": {"num_key_value_heads": 4, "tie_word_embeddings": False, "vocab_size": 104,

@@ -80,8 +80,6 @@ PLAIN = [  # (ranks, model and options)
     (2, f"bias {LONG}"),
     (2, f"shared_kv {LONG} --dtype bfloat16"),
     (1, f"shared_kv {LONG}"),
-    (3, f"olmo2 {LONG}"),
-    (2, f"olmo2_shared_kv {LONG} --recompute none"),
     (2, f"longrope {LONG}"),
 ]
 CUT = "--length 13 --batch 5 --microbatches 3"

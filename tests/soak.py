@@ -18,7 +18,7 @@ from pathlib import Path
 from conftest import changed, live
 from forks import MODELS, STRATEGIES, prepare, run_script
 
-CHOICES = ["tiny", "own_kv", "bias", "shared_kv", "even", "head_dim", "olmo2", "deep"]
+CHOICES = ["tiny", "own_kv", "bias", "shared_kv", "even", "head_dim", "deep"]
 WORKS = {"own_kv": [1, 2, 3], "shared_kv": [1, 2, 3, 4, 5]}  # of the others 1 to 4
 
 

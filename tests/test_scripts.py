@@ -26,8 +26,6 @@ MODEL = [
     (2, "head_dim --recompute none"),
     (3, "shared_kv --length 7"),
     (3, "own_kv --loss full"),
-    (3, "olmo2 --attn eager"),
-    (2, "olmo2_shared_kv --recompute none"),
     (1, "one_layer --length 3 --batch 1"),
     (3, "four_heads --length 9"),  # query heads of one KV head that the ranks do not divide
 ]
@@ -44,6 +42,7 @@ PIPELINE = [
     (2, f"olmo2 --schedule zb {SEQUENCES}"),
 ]
 EXACT = [(ranks, f"{s} --length 37 --model {m}") for s in SHARDED for ranks, m in MODEL]
+EXACT += [(3, "sp_ulysses.py --length 37 --model olmo2 --attn eager")]
 EXACT += [(ranks, f"pp.py --length 37 --model {m}") for ranks, m in PIPELINE]
 ZERO3 = "sp_ulysses.py --shard-weights --length 37 --model"
 EXACT += [(ranks, f"{ZERO3} {m}") for ranks, m in MODEL[:5]]
@@ -155,7 +154,6 @@ def as_expected(benchmark, some=True):
 TRAFFIC = [(3, f"{s} --model shared_kv") for s in SHARDED]
 TRAFFIC += [(2, f"{s} --model bias --recompute none") for s in SHARDED]
 TRAFFIC += [(2, f"{s} --model own_kv") for s in SHARDED]
-TRAFFIC += [(3, f"{s} --model olmo2{more}") for s in TP for more in ("", " --recompute none")]
 TRAFFIC += [(2, "tp.py --dtensor --model even")]
 MORE_TRAFFIC = [(5 - p, command) for p, command in TRAFFIC[:-1]]
 
@@ -171,6 +169,7 @@ REFUSED = [
     (3, "sp_ulysses.py --model two_kv", "; 1, 2, 4, 6, 8, 10, 12 ranks would work"),
     (4, "tp.py --model own_kv", "12 heads with 3 KV heads cannot be split over 4 ranks; 1, 2, 3"),
     (3, "tp.py --dtensor", "; 4 would, or no --dtensor"),
+    *((2, f"{s} --model olmo2", "sp_ulysses.py and pp.py take it, and lab 5's") for s in TP),
     (2, "pp.py --schedule interleaved --virtual-stages 5",
      "8 layers cannot fill 10 stages, 5 a rank; --nproc_per_node 1 or fewer would do"),
 ]  # fmt: skip
