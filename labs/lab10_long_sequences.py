@@ -233,10 +233,15 @@ def recompute_layers(layers, recompute, hooks):
 
 
 def tile_layer(layer, tokens):
-    """Norms and MLP of a layer in tiles; the norm before the MLP in the MLP's."""
-    layer.input_layernorm = Tiled(layer.input_layernorm, tokens)
-    layer.mlp = Tiled(nn.Sequential(layer.post_attention_layernorm, layer.mlp), tokens)
-    layer.post_attention_layernorm = nn.Identity()
+    """Norms and MLP of a layer in tiles; the norm beside the MLP in the MLP's."""
+    if hasattr(layer, "input_layernorm"):
+        layer.input_layernorm = Tiled(layer.input_layernorm, tokens)
+        layer.mlp = Tiled(nn.Sequential(layer.post_attention_layernorm, layer.mlp), tokens)
+        layer.post_attention_layernorm = nn.Identity()
+    else:  # OLMo 2 normalizes what leaves attention and MLP
+        layer.post_attention_layernorm = Tiled(layer.post_attention_layernorm, tokens)
+        layer.mlp = Tiled(nn.Sequential(layer.mlp, layer.post_feedforward_layernorm), tokens)
+        layer.post_feedforward_layernorm = nn.Identity()
 
 
 def tile_norm(decoder, tokens):
