@@ -31,7 +31,6 @@ import argparse
 import json
 import math
 import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -714,31 +713,11 @@ partial sum: all of it, but only the sum over the ranks is right.""")
 # ---- 9. Command line -----------------------------------------------------------------------------
 
 
-# Copied from tp.py
-class UsageError(Exception):
-    """Arguments or a model that cannot work; the message says what would."""
-
-
-# Copied from oom_search.py
-class Parser(argparse.ArgumentParser):
-    """argparse, with its complaint raised instead of printed with the usage."""
-
-    def error(self, message):
-        raise UsageError(message)
-
-
-# Copied from oom_search.py
-def atomic_write(path, write):
-    """Have write(another path) make the file, then rename it to path: all of it, or nothing."""
-    with tempfile.TemporaryDirectory(dir=Path(path).absolute().parent) as folder:
-        draft = Path(folder, "draft")
-        write(draft)
-        draft.replace(path)
-
-
 def parse(argv):
-    """The arguments; UsageError where nothing of that shape can be computed that way."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """The arguments; an error where nothing of that shape can be computed that way."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add, either = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
     either("--layout", choices=LAYOUTS, default="sp", help="which to walk through (sp)")
     either("--tp-mode", choices=TP_MODES, help="Nanotron's names of --layout tp and sp")
@@ -754,7 +733,7 @@ def parse(argv):
     args.layout = layout = TP_MODES.get(args.tp_mode, args.layout)
     P, b, s, h, f, heads = args.tp, args.batch, args.seq, args.hidden, args.ffn, args.heads
     if min(P, b, s, h, f, heads) < 1:
-        raise UsageError("--tp, --batch, --seq, --hidden, --heads and --ffn must be at least 1")
+        parser.error("--tp, --batch, --seq, --hidden, --heads and --ffn must be at least 1")
     largest = max(b * s * max(heads * s, f, 3 * h), h * max(f, 3 * h))
     broken = BREAKS.get(args.bug, layout).split(":")[0]
     would = f"--tp {heads} would do, or more --heads, or --layout cp"
@@ -770,7 +749,7 @@ def parse(argv):
         (args.bug in BREAKS and P == 1, "--break needs at least --tp 2: 1 rank sends nothing"),
     ]:
         if unusable:
-            raise UsageError(message)
+            parser.error(message)
     return args
 
 
@@ -804,21 +783,19 @@ def run(args):
 
 def main(argv=None):
     """Returns the exit status: 0 all held, 1 a check failed, 2 unusable arguments."""
+    args = parse(argv)
+    if args.bug == "list":
+        say_table(BREAKS.items())
+        return 0
+    results = run(args)
     try:
-        args = parse(argv)
-        if args.bug == "list":
-            say_table(BREAKS.items())
-            return 0
-        results = run(args)
         report(results, args)
         if args.json:
-            results = json.loads(json.dumps(results), parse_constant=lambda name: None)  # no NaN
-            text = json.dumps(results, indent=1) + "\n"
-            atomic_write(args.json, lambda draft: draft.write_text(text))
-    except (UsageError, OSError) as problem:
-        if isinstance(problem, OSError):  # a full disk, say
-            problem = f"cannot write {args.json or 'the report'}: {problem.strerror}"
-        print(f"error: {problem}", file=sys.stderr)
+            Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
+    except OSError as problem:  # a full disk, say
+        print(
+            f"error: cannot write {args.json or 'the report'}: {problem.strerror}", file=sys.stderr
+        )
         return 2
     return 0 if results["passed"] else 1
 

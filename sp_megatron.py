@@ -629,7 +629,7 @@ def take_steps(model, args, group, parallel):
         marked = tensor if parameter is None else parameter
         shard = getattr(marked, "shard", None)
         replicas = getattr(marked, "replicas", group.size())  # not marked: every rank has all of it
-        tensor = torch.atleast_1d(full_tensor(tensor.detach()).clone())
+        tensor = torch.atleast_1d(full_tensor(tensor.detach()).to("cpu", copy=True))
         found[step, kind, name] = mark(tensor, shard, replicas)
 
     for name, p in model.named_parameters():  # before any step

@@ -12,7 +12,7 @@ from forks import STRATEGIES, run_script
 DIFF = 375  # lines of `diff tp.py sp_megatron.py`
 BUDGETS = {  # lines; nobody adds without taking something away
     "tp.py": 942, "sp_megatron.py": 987, "sp_ulysses.py": 937, "pp.py": 1176,
-    "oom_search.py": 900, "sp_layout_sim.py": 827, "labs/break_it.py": 421, "tests/*.py": 7875,
+    "oom_search.py": 900, "sp_layout_sim.py": 804, "labs/break_it.py": 421, "tests/*.py": 7872,
     "tests/answers/*.txt": 2631,
 }  # fmt: skip
 
