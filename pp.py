@@ -80,7 +80,7 @@ from torch.utils.checkpoint import checkpoint
 
 STRATEGY = "pp"
 IGNORE = -100  # the label of a token that is no target: PyTorch's and Hugging Face's convention
-LOSS_CHUNK = 2048  # --loss chunked: a rank holds no more logits than so many tokens have
+LOSS_CHUNK = 2048  # tokens whose logits, of the whole vocabulary, fill a rank's --loss chunk
 
 # Copied from tp.py
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2")  # model_type
@@ -562,7 +562,7 @@ def sum_gradients(model):
             dist.all_reduce(parameter.grad, group=parameter.sum_over)
 
 
-# The rest of this section serves sections 5 and 6 alone.
+# The lesson ends here. What follows proves and measures it; section 4 has the script's own part.
 
 
 # Copied from tp.py
@@ -704,9 +704,6 @@ def finalize_args(args, world):
     all_schedules(args, world)  # raises
 
 
-# The lesson ends here; what follows proves and measures it.
-
-
 # Copied from tp.py
 # ---- 5. Proof: the same in tp.py, sp_megatron.py, sp_ulysses.py and pp.py ------------------------
 
@@ -750,12 +747,12 @@ def load_model(args):
     """HF's model for causal language modeling on this rank's device: the same at every call."""
     torch.manual_seed(args.seed)
     auto, config = transformers.AutoModelForCausalLM, copy.deepcopy(args.config)
-    how = {"dtype": getattr(torch, args.dtype), "attn_implementation": args.attention}
+    how = {"dtype": getattr(torch, args.dtype), "attn_implementation": args.attn_implementation}
     try:
         if args.source is None:
             with args.device:
                 return auto.from_config(config, **how).train()
-        how |= {"use_safetensors": True, "ignore_mismatched_sizes": True}  # these: refused below
+        how |= {"use_safetensors": True, "ignore_mismatched_sizes": True}  # refused below
         how |= {"output_loading_info": True, "trust_remote_code": False}
         model, report = auto.from_pretrained(config=config, **args.source, **how)
     except torch.OutOfMemoryError:
@@ -865,8 +862,8 @@ def compare(found, expected, args, group):
     coverage = sum(gather_objects(coverage, group))
     rows = []
     for i, (step, kind, name) in enumerate(expected):
-        # Relative to the tensor's norm, or to a thousandth of that of all of its kind if that is
-        # larger: some gradients are zero but for rounding. In float32 and bfloat16 to all of it
+        # Relative to the tensor's norm, but at least to 1/1000 of the norm of all tensors of its
+        # kind, since some gradients are zero but for rounding; in float32 and bfloat16 to all of it
         least = of_kind[step, kind] * (1e-6 if args.dtype == "float64" else 1)
         error = math.sqrt(by_rank[:, i].sum() / (max(squares[i], least) or 1.0))
         row = {"name": name, "kind": kind, "step": step, "rank": by_rank[:, i].argmax().item()}
@@ -933,7 +930,8 @@ class Meter(TorchDispatchMode):
         self.calls = Counter()
         self.bytes = Counter()
         self.peak = 0
-        self.alive = weakref.WeakValueDictionary()  # storages, while any of their tensors lives
+        # PyTorch keeps a storage's Python object as long as the storage, which its tensors keep
+        self.alive = weakref.WeakValueDictionary()
         self.see(gc.get_objects())  # what exists already
 
     def see(self, values):
@@ -952,27 +950,28 @@ class Meter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         inputs = self.see(tree_leaves(args))
         outputs = self.see(tree_leaves(out))
-        name = func._opname.replace("_", "")
+        name = func._opname.replace("_", "")  # of allreduce_, _allgather_base_, all_reduce
         for op in self.OPS:
             if "c10d" in func.namespace and name.startswith(op.replace("_", "")):
-                message = inputs[-1:] if op == "all_to_all" else inputs + outputs  # of (out, in)
+                # all_to_all(out, in); of the others the larger tensor is the full one
+                message = inputs[-1:] if op == "all_to_all" else inputs + outputs
                 self.calls[op] += 1
                 self.bytes[op] += max(x.nbytes for x in message)
         return out
 
 
 def compare_traffic(forward, step, expected):
-    """Rows of --json: what this rank sent, beside the rows of expected_traffic(). The backward's is
-    what the Meter of a step has more than that of a forward alone."""
+    """Rows of --json: what this rank sent, beside the rows of expected_traffic(). The backward's:
+    those of a whole step without those of a forward."""
     rows = []
     for phase, op in product(("forward", "backward"), Meter.OPS):
         calls, size = forward.calls[op], forward.bytes[op]
         if phase == "backward":
             calls, size = step.calls[op] - calls, step.bytes[op] - size
-        wanted = [row for row in expected if row[:2] == (phase, op)]
+        wanted = [entry[2:] for entry in expected if entry[:2] == (phase, op)]
         row = {"phase": phase, "op": op, "count": calls, "bytes": size}
-        row["expected_count"] = sum(calls for _, _, calls, _ in wanted)
-        row["expected_bytes"] = sum(size for _, _, _, size in wanted)
+        row["expected_count"] = sum(n for n, _ in wanted)
+        row["expected_bytes"] = sum(n for _, n in wanted)
         row["passed"] = (calls, size) == (row["expected_count"], row["expected_bytes"])
         if calls or row["expected_count"]:
             rows.append(row)
@@ -1029,7 +1028,7 @@ MODES = {"correctness": check_correctness, "learning": check_learning, "benchmar
 
 
 def find_model(name):
-    """(config, from_pretrained's keywords; None: random weights) of what --model names."""
+    """The config of what --model names, and from_pretrained's keywords (None: random weights)."""
     if name in PRESETS:
         family, *sizes = PRESETS[name]
         sizes = dict(zip(SIZES, sizes), max_position_embeddings=1 << 20, pad_token_id=2)
@@ -1040,7 +1039,8 @@ def find_model(name):
     source = {"pretrained_model_name_or_path": name}
     if path.suffix == ".gguf":
         source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    elif not path.is_dir() and (path.exists() or "/" not in name or name[0] in "./~"):  # no hub id
+    is_hub_id = "/" in name and name[0] not in "./~" and not path.exists()
+    if not (path.is_dir() or path.suffix == ".gguf" or is_hub_id):
         raise UsageError(f"no model {name}: hub id, directory, .gguf file, {[*PRESETS]} would do")
     try:  # the entries of config.json; no code that the model brings is run
         entries, _ = transformers.PreTrainedConfig.get_config_dict(**source)
@@ -1097,7 +1097,7 @@ def start(args):
     torchrun = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     given = [name for name in torchrun if name in os.environ]
     if len(given) not in (0, 4) and args.backend != "fake":  # fake: RANK, WORLD_SIZE, by hand
-        raise UsageError(f"{', '.join(given)} of torchrun's {', '.join(torchrun)}: unset, or all")
+        raise UsageError(f"of {', '.join(torchrun)} only {', '.join(given)} set; all would do")
     rank, world, local_rank, local_world = (int(os.environ.get(k, n)) for k, n in torchrun.items())
     gpus = torch.cuda.device_count()
     if args.backend == "auto":
@@ -1108,7 +1108,7 @@ def start(args):
     if gpus and args.backend in ("nccl", "fake"):
         args.device = torch.device("cuda", local_rank)
         torch.cuda.set_device(args.device)
-    args.attention = "flash_attention_2" if args.attn == "flash" else args.attn
+    args.attn_implementation = "flash_attention_2" if args.attn == "flash" else args.attn
     args.config, args.source = find_model(args.model)
     finalize_args(args, world)
     store = dist.HashStore()  # where ranks find each other: here only one
@@ -1145,7 +1145,7 @@ def run(args, group):
     results["dtype"] = results[modes[0]]["dtype"]
     if args.json and IS_RANK0:
         Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
-    gather_objects(None, group)  # a rank that leaves would end rank 0 before it has written
+    gather_objects(None, group)  # a rank that fails would end rank 0 before it has written
     return all(results[mode]["passed"] for mode in modes)
 
 

@@ -1,8 +1,8 @@
 """Megatron sequence parallelism for LLaMA in one file (arXiv 2205.05198) on Hugging Face's model.
 
 Tensor parallelism replicates the activations between the blocks (attention, MLP) on each of P
-ranks. Here a rank holds s/P of the s tokens. Only a block sees all tokens: its input has all
-features, what is between its matrices 1/P of them. One MLP, P = 2:
+ranks. Here a rank holds s/P of the s tokens. Only a block sees all tokens: first with all features,
+then, between its matrices, with 1/P of them. One MLP, P = 2:
 
     rank 0: tokens 0..s/2       rank 1: tokens s/2..s        residual, norm: (b, s/2, h)
         |        g   forward: all-gather        |            backward: reduce-scatter dx
@@ -24,9 +24,8 @@ on every rank, but sees s/P tokens: its gradient is summed over the ranks (sum_g
     entering a block      g: all-gather           reduce-scatter    all-gather
     leaving a block       g-bar: reduce-scatter   all-gather        reduce-scatter, attention only
 
-Each is of one (b, s, h): s/P tokens on a rank at one end, all at the other. Embedding (g-bar) and
-head (g) have one each. Recomputation stops when it has all that the backward needs: no gradient
-needs what leaves the MLP.
+Each moves one (b, s, h). Embedding (g-bar) and head (g) do the same once. The recomputation stops
+before the MLP's g-bar: no gradient needs what leaves it.
 
 --recompute full, the default, keeps of a layer only its input, (b, s/P, h); --recompute none keeps
 all, each block's gathered input (b, s, h), too. Megatron-LM keeps the rank's own tokens of that,
@@ -79,7 +78,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 STRATEGY = "sp_megatron"
 IGNORE = -100  # the label of a token that is no target: PyTorch's and Hugging Face's convention
-LOSS_CHUNK = 2048  # --loss chunked: a rank holds no more logits than so many tokens have
+LOSS_CHUNK = 2048  # tokens whose logits, of the whole vocabulary, fill a rank's --loss chunk
 
 # Copied from tp.py
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2")  # model_type
@@ -271,7 +270,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def enter_block(group, block, args, kwargs):
-    """Forward pre-hook of a block, once for all column parallel linears in it."""
+    """g, as a forward pre-hook of a block: once for all column parallel linears in it."""
     if args:  # how HF calls an MLP or the head
         return (gather_from_sp_region(args[0], group), *args[1:]), kwargs
     hidden = gather_from_sp_region(kwargs["hidden_states"], group)  # how HF calls attention
@@ -296,31 +295,33 @@ def parallelize(model, group, args):
     """Turn HF's model into this rank's share of it, in place; parameters keep HF's names."""
     if args.recompute == "full":
         recompute_layers(model)
-    if args.attn != "flash":  # which needs no mask. For others HF would make that of s/P tokens: so
-        # register another, by a new name, and under it, as HF wants it, the same attention
+    if args.attn != "flash":  # flash needs no mask
+        # HF makes the mask for the s/P tokens it sees: so register one for all tokens under a new
+        # name and, as HF asks, the stock attention under the same
         eager = sys.modules[type(model).__module__].eager_attention_forward
-        stock = ALL_ATTENTION_FUNCTIONS.get_interface(args.attention, eager)
-        mask = partial(all_tokens_mask, ALL_MASK_ATTENTION_FUNCTIONS[args.attention], group)
+        stock = ALL_ATTENTION_FUNCTIONS.get_interface(args.attn_implementation, eager)
+        stock_mask = ALL_MASK_ATTENTION_FUNCTIONS[args.attn_implementation]
+        mask = partial(all_tokens_mask, stock_mask, group)
         transformers.AttentionInterface.register("all_tokens", stock)
         transformers.AttentionMaskInterface.register("all_tokens", mask)
         model.set_attn_implementation("all_tokens")
     config, rank, world = model.config, group.rank(), group.size()
     for name, parameter in model.named_parameters():
-        if "norm" in name:  # on every rank; a rank's tokens (or heads) give a part of its gradient
+        if "norm" in name:  # on every rank; a rank's tokens give a part of its gradient
             mark(parameter, replicas=world, sum_over=group if world > 1 else None)
     (q0, q1), (k0, k1), replicas = head_range(config, rank, world)
     i0, i1 = split(config.intermediate_size, rank, world)
     v0, v1 = split(config.vocab_size, rank, world)
-    shared = {"replicas": replicas, "sum_over": None}  # marks of this rank's KV heads
-    if replicas > 1:
+    kv_marks = {"replicas": replicas, "sum_over": None}
+    if replicas > 1:  # each with other queries of the KV head: each has a part of its gradient
         timeout = datetime.timedelta(seconds=args.timeout)
-        shared["sum_over"], _ = dist.new_subgroups(replicas, group=group, timeout=timeout)
+        kv_marks["sum_over"], _ = dist.new_subgroups(replicas, group=group, timeout=timeout)
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         d = attention.head_dim
         attention.q_proj = ColumnParallelLinear(attention.q_proj, q0 * d, q1 * d)
-        attention.k_proj = ColumnParallelLinear(attention.k_proj, k0 * d, k1 * d, **shared)
-        attention.v_proj = ColumnParallelLinear(attention.v_proj, k0 * d, k1 * d, **shared)
+        attention.k_proj = ColumnParallelLinear(attention.k_proj, k0 * d, k1 * d, **kv_marks)
+        attention.v_proj = ColumnParallelLinear(attention.v_proj, k0 * d, k1 * d, **kv_marks)
         attention.o_proj = RowParallelLinear(attention.o_proj, q0 * d, q1 * d, group)
         attention.num_key_value_groups = (q1 - q0) // (k1 - k0)  # for HF's repeat_kv
         mlp.gate_proj = ColumnParallelLinear(mlp.gate_proj, i0, i1)
@@ -358,8 +359,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         target_logit = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0)
         both = torch.stack([target_logit, shifted.exp_().sum(-1)])
         target_logit, sum_exp = all_reduce(both, group)
-        # peak and sum_exp stay apart: their sum peak + log(sum_exp) would be rounded, in float32 at
-        # 300 by up to 3e-5, which is more than softmax - 1 of a confident prediction
+        # Not peak + log(sum_exp): its rounding exceeds 1 - softmax of a confident prediction
         ctx.save_for_backward(logits, column, elsewhere, peak, sum_exp)
         return sum_exp.log() - target_logit
 
@@ -374,7 +374,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 def sum_of_losses(model, hidden, targets, group):
     """Sum of the losses of one chunk, c tokens of each sequence and rank: hidden (b, c, h) of this
     rank, targets (b, P, c) of all. A token whose target is IGNORE adds none."""
-    logits = model.lm_head(hidden).flatten(0, 1)  # (b P c, v/P)
+    logits = model.lm_head(hidden).flatten(0, 1)  # its hook gathers: (b P c, v/P)
     start, _ = split(model.config.vocab_size, group.rank(), group.size())
     loss = VocabParallelCrossEntropy.apply(logits, targets.flatten(), start, group)
     return loss.masked_fill(targets.flatten() == IGNORE, 0).sum()
@@ -395,8 +395,7 @@ def mean_loss(model, hidden, labels, group, args):
     chunk = tokens_per_chunk(local, group, args)
     # The target of a token is the next one. Shifted before the split: a rank's last token predicts
     # the next rank's first
-    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
-    targets = F.pad(targets, (0, world * local - targets.shape[1]), value=IGNORE)
+    targets = F.pad(labels[:, 1:], (0, 1 + world * local - labels.shape[1]), value=IGNORE)
     targets = targets.unflatten(1, (world, local))  # (b, P, s/P)
     total = 0
     for h, t in zip(hidden.split(chunk, 1), targets.split(chunk, -1)):
@@ -413,8 +412,8 @@ def final_hidden_states(model, ids, group):
     ids = F.pad(ids, (0, -ids.shape[1] % group.size()))  # at the end: no token attends to it
     positions = torch.arange(ids.shape[1], device=ids.device)  # HF would count s/P tokens
 
-    # longrope chooses its frequencies by the largest position, which padding must not be. For the
-    # mask positions stay as they are: a repeated one would begin a document
+    # longrope chooses its frequencies by the largest position: for it padding repeats the last. Not
+    # for the mask, where HF takes a repeated position for the start of a packed document
     def without_padding(rotary, args, kwargs):
         hidden, positions = *args, *kwargs.values()
         return (hidden, positions.clamp(max=last)), {}
@@ -442,7 +441,7 @@ def sum_gradients(model):
             dist.all_reduce(parameter.grad, group=parameter.sum_over)
 
 
-# The rest of this section serves sections 5 and 6 alone.
+# The lesson ends here. What follows proves and measures it; section 4 has the script's own part.
 
 
 # Copied from tp.py
@@ -493,7 +492,7 @@ def expected_traffic(model, group, args):
         rows += [("backward", "all_gather", blocks, blocks * hidden)]
         rows += [("backward", "reduce_scatter", layers, layers * hidden)]
     _, _, replicas = head_range(model.config, group.rank(), group.size())
-    summed = ["norm"]  # a rank's tokens give a part (of Qwen3's q_norm and k_norm its heads)
+    summed = ["norm"]  # a rank's tokens give a part (Qwen3's q_norm and k_norm: its heads)
     summed += ["k_proj", "v_proj"] if replicas > 1 else []  # of replicated KV heads
     for name, parameter in model.named_parameters():
         if any(word in name for word in summed):
@@ -511,12 +510,10 @@ def finalize_args(args, world):
     head_range(args.config, 0, world)  # raises
     if args.config.model_type == "olmo2":
         problem = "OLMo 2's q_norm and k_norm run over all heads, of which a rank has some"
-        raise UsageError(f"{problem}; sp_ulysses.py and pp.py take it, and lab 5's referee cuts it")
+        raise UsageError(f"{problem}; sp_ulysses.py and pp.py take it, and lab 5 has a plan for it")
     if world > args.config.vocab_size:
         raise UsageError(f"{world} ranks for {args.config.vocab_size} words; as many would do")
 
-
-# The lesson ends here; what follows proves and measures it.
 
 # Copied from tp.py
 # ---- 5. Proof: the same in tp.py, sp_megatron.py, sp_ulysses.py and pp.py ------------------------
@@ -561,12 +558,12 @@ def load_model(args):
     """HF's model for causal language modeling on this rank's device: the same at every call."""
     torch.manual_seed(args.seed)
     auto, config = transformers.AutoModelForCausalLM, copy.deepcopy(args.config)
-    how = {"dtype": getattr(torch, args.dtype), "attn_implementation": args.attention}
+    how = {"dtype": getattr(torch, args.dtype), "attn_implementation": args.attn_implementation}
     try:
         if args.source is None:
             with args.device:
                 return auto.from_config(config, **how).train()
-        how |= {"use_safetensors": True, "ignore_mismatched_sizes": True}  # these: refused below
+        how |= {"use_safetensors": True, "ignore_mismatched_sizes": True}  # refused below
         how |= {"output_loading_info": True, "trust_remote_code": False}
         model, report = auto.from_pretrained(config=config, **args.source, **how)
     except torch.OutOfMemoryError:
@@ -676,8 +673,8 @@ def compare(found, expected, args, group):
     coverage = sum(gather_objects(coverage, group))
     rows = []
     for i, (step, kind, name) in enumerate(expected):
-        # Relative to the tensor's norm, or to a thousandth of that of all of its kind if that is
-        # larger: some gradients are zero but for rounding. In float32 and bfloat16 to all of it
+        # Relative to the tensor's norm, but at least to 1/1000 of the norm of all tensors of its
+        # kind, since some gradients are zero but for rounding; in float32 and bfloat16 to all of it
         least = of_kind[step, kind] * (1e-6 if args.dtype == "float64" else 1)
         error = math.sqrt(by_rank[:, i].sum() / (max(squares[i], least) or 1.0))
         row = {"name": name, "kind": kind, "step": step, "rank": by_rank[:, i].argmax().item()}
@@ -744,7 +741,8 @@ class Meter(TorchDispatchMode):
         self.calls = Counter()
         self.bytes = Counter()
         self.peak = 0
-        self.alive = weakref.WeakValueDictionary()  # storages, while any of their tensors lives
+        # PyTorch keeps a storage's Python object as long as the storage, which its tensors keep
+        self.alive = weakref.WeakValueDictionary()
         self.see(gc.get_objects())  # what exists already
 
     def see(self, values):
@@ -763,27 +761,28 @@ class Meter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         inputs = self.see(tree_leaves(args))
         outputs = self.see(tree_leaves(out))
-        name = func._opname.replace("_", "")
+        name = func._opname.replace("_", "")  # of allreduce_, _allgather_base_, all_reduce
         for op in self.OPS:
             if "c10d" in func.namespace and name.startswith(op.replace("_", "")):
-                message = inputs[-1:] if op == "all_to_all" else inputs + outputs  # of (out, in)
+                # all_to_all(out, in); of the others the larger tensor is the full one
+                message = inputs[-1:] if op == "all_to_all" else inputs + outputs
                 self.calls[op] += 1
                 self.bytes[op] += max(x.nbytes for x in message)
         return out
 
 
 def compare_traffic(forward, step, expected):
-    """Rows of --json: what this rank sent, beside the rows of expected_traffic(). The backward's is
-    what the Meter of a step has more than that of a forward alone."""
+    """Rows of --json: what this rank sent, beside the rows of expected_traffic(). The backward's:
+    those of a whole step without those of a forward."""
     rows = []
     for phase, op in product(("forward", "backward"), Meter.OPS):
         calls, size = forward.calls[op], forward.bytes[op]
         if phase == "backward":
             calls, size = step.calls[op] - calls, step.bytes[op] - size
-        wanted = [row for row in expected if row[:2] == (phase, op)]
+        wanted = [entry[2:] for entry in expected if entry[:2] == (phase, op)]
         row = {"phase": phase, "op": op, "count": calls, "bytes": size}
-        row["expected_count"] = sum(calls for _, _, calls, _ in wanted)
-        row["expected_bytes"] = sum(size for _, _, _, size in wanted)
+        row["expected_count"] = sum(n for n, _ in wanted)
+        row["expected_bytes"] = sum(n for _, n in wanted)
         row["passed"] = (calls, size) == (row["expected_count"], row["expected_bytes"])
         if calls or row["expected_count"]:
             rows.append(row)
@@ -840,7 +839,7 @@ MODES = {"correctness": check_correctness, "learning": check_learning, "benchmar
 
 
 def find_model(name):
-    """(config, from_pretrained's keywords; None: random weights) of what --model names."""
+    """The config of what --model names, and from_pretrained's keywords (None: random weights)."""
     if name in PRESETS:
         family, *sizes = PRESETS[name]
         sizes = dict(zip(SIZES, sizes), max_position_embeddings=1 << 20, pad_token_id=2)
@@ -851,7 +850,8 @@ def find_model(name):
     source = {"pretrained_model_name_or_path": name}
     if path.suffix == ".gguf":
         source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    elif not path.is_dir() and (path.exists() or "/" not in name or name[0] in "./~"):  # no hub id
+    is_hub_id = "/" in name and name[0] not in "./~" and not path.exists()
+    if not (path.is_dir() or path.suffix == ".gguf" or is_hub_id):
         raise UsageError(f"no model {name}: hub id, directory, .gguf file, {[*PRESETS]} would do")
     try:  # the entries of config.json; no code that the model brings is run
         entries, _ = transformers.PreTrainedConfig.get_config_dict(**source)
@@ -908,7 +908,7 @@ def start(args):
     torchrun = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     given = [name for name in torchrun if name in os.environ]
     if len(given) not in (0, 4) and args.backend != "fake":  # fake: RANK, WORLD_SIZE, by hand
-        raise UsageError(f"{', '.join(given)} of torchrun's {', '.join(torchrun)}: unset, or all")
+        raise UsageError(f"of {', '.join(torchrun)} only {', '.join(given)} set; all would do")
     rank, world, local_rank, local_world = (int(os.environ.get(k, n)) for k, n in torchrun.items())
     gpus = torch.cuda.device_count()
     if args.backend == "auto":
@@ -919,7 +919,7 @@ def start(args):
     if gpus and args.backend in ("nccl", "fake"):
         args.device = torch.device("cuda", local_rank)
         torch.cuda.set_device(args.device)
-    args.attention = "flash_attention_2" if args.attn == "flash" else args.attn
+    args.attn_implementation = "flash_attention_2" if args.attn == "flash" else args.attn
     args.config, args.source = find_model(args.model)
     finalize_args(args, world)
     store = dist.HashStore()  # where ranks find each other: here only one
@@ -956,7 +956,7 @@ def run(args, group):
     results["dtype"] = results[modes[0]]["dtype"]
     if args.json and IS_RANK0:
         Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
-    gather_objects(None, group)  # a rank that leaves would end rank 0 before it has written
+    gather_objects(None, group)  # a rank that fails would end rank 0 before it has written
     return all(results[mode]["passed"] for mode in modes)
 
 

@@ -19,11 +19,11 @@ and head are cut by vocabulary, and the loss is computed without ever gathering 
 
     messages of a layer, each of (b, s, h)      forward           backward
     --recompute none: keep all                  2 all-reduces     2 all-reduces
-    --recompute full: keep a layer's input      2 all-reduces     3 all-reduces: attention's again
-                                                                  (no gradient needs the MLP's)
+    --recompute full: keep a layer's input      2 all-reduces     3 all-reduces: attention's g again
 
-Weights, gradients and optimizer state shrink by P, but for k and v where there are more ranks than
-KV heads. The activations between the blocks do not shrink: sp_megatron.py divides those, too.
+The recomputation stops before the MLP's g: no gradient needs what leaves it. Weight matrices, their
+gradients and optimizer state shrink by P, but for k and v where there are more ranks than KV heads.
+The activations between the blocks do not shrink: sp_megatron.py divides those, too.
 
     torchrun --nproc_per_node=2 tp.py --mode correctness
     torchrun --nproc_per_node=2 tp.py --length 20480 --batch 1 --mode benchmark --dtype bfloat16
@@ -72,7 +72,7 @@ from torch.utils.checkpoint import checkpoint
 
 STRATEGY = "tp"
 IGNORE = -100  # the label of a token that is no target: PyTorch's and Hugging Face's convention
-LOSS_CHUNK = 2048  # --loss chunked: a rank holds the logits of about so many tokens at a time
+LOSS_CHUNK = 2048  # tokens whose logits, of the whole vocabulary, fill a rank's --loss chunk
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2")  # model_type
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -229,7 +229,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def enter_block(group, block, args, kwargs):
-    """Forward pre-hook of a block, once for all column parallel linears in it."""
+    """f, as a forward pre-hook of a block: once for all column parallel linears in it."""
     if args:  # how HF calls an MLP
         return (copy_to_tp_region(args[0], group), *args[1:]), kwargs
     hidden = copy_to_tp_region(kwargs["hidden_states"], group)  # how HF calls attention
@@ -250,7 +250,7 @@ def parallelize(model, group, args):
         recompute_layers(model)
     config, rank, world = model.config, group.rank(), group.size()
     for name, parameter in model.named_parameters():
-        if "q_norm" in name or "k_norm" in name:  # Qwen3's: a rank's heads give a part of it
+        if "q_norm" in name or "k_norm" in name:  # Qwen3's, of every head: a rank's give a part
             mark(parameter, replicas=world, sum_over=group if world > 1 else None)
         elif "norm" in name:  # replicated, and every rank computes the full gradient
             mark(parameter, replicas=world)
@@ -259,17 +259,16 @@ def parallelize(model, group, args):
     (q0, q1), (k0, k1), replicas = head_range(config, rank, world)
     i0, i1 = split(config.intermediate_size, rank, world)
     v0, v1 = split(config.vocab_size, rank, world)
-    # Ranks that share a KV head have different queries: its gradient is the sum of theirs
-    shared = {"replicas": replicas, "sum_over": None}
-    if replicas > 1:
+    kv_marks = {"replicas": replicas, "sum_over": None}
+    if replicas > 1:  # each with other queries of the KV head: each has a part of its gradient
         timeout = datetime.timedelta(seconds=args.timeout)
-        shared["sum_over"], _ = dist.new_subgroups(replicas, group=group, timeout=timeout)
+        kv_marks["sum_over"], _ = dist.new_subgroups(replicas, group=group, timeout=timeout)
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         d = attention.head_dim
         attention.q_proj = ColumnParallelLinear(attention.q_proj, q0 * d, q1 * d)
-        attention.k_proj = ColumnParallelLinear(attention.k_proj, k0 * d, k1 * d, **shared)
-        attention.v_proj = ColumnParallelLinear(attention.v_proj, k0 * d, k1 * d, **shared)
+        attention.k_proj = ColumnParallelLinear(attention.k_proj, k0 * d, k1 * d, **kv_marks)
+        attention.v_proj = ColumnParallelLinear(attention.v_proj, k0 * d, k1 * d, **kv_marks)
         attention.o_proj = RowParallelLinear(attention.o_proj, q0 * d, q1 * d, group)
         attention.num_key_value_groups = (q1 - q0) // (k1 - k0)  # for HF's repeat_kv
         mlp.gate_proj = ColumnParallelLinear(mlp.gate_proj, i0, i1)
@@ -306,12 +305,11 @@ def parallelize_dtensor(model, group):
     if tied:  # parallelize_module makes two parameters of one
         model.lm_head.weight = model.model.embed_tokens.weight
     for name, parameter in model.named_parameters():
-        # The proof gathers a DTensor on each rank. Of a matrix that the plan forgot it finds P
-        planned = isinstance(parameter, DTensor)
-        if planned and not name.endswith("bias"):  # a row parallel linear's is on every rank
-            planned = parameter.placements[0].is_shard()
+        # The proof gathers a DTensor on each rank: P replicas. A matrix that the plan forgot or
+        # replicated is marked as one, and the proof finds P
+        sharded = isinstance(parameter, DTensor) and parameter.placements[0].is_shard()
         if "norm" not in name:
-            mark(parameter, replicas=group.size() if planned else 1)
+            mark(parameter, replicas=group.size() if sharded or name.endswith("bias") else 1)
     return model
 
 
@@ -335,8 +333,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         target_logit = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0)
         both = torch.stack([target_logit, shifted.exp_().sum(-1)])
         target_logit, sum_exp = all_reduce(both, group)
-        # peak and sum_exp stay apart: their sum peak + log(sum_exp) would be rounded, in float32 at
-        # 300 by up to 3e-5, which is more than softmax - 1 of a confident prediction
+        # Not peak + log(sum_exp): its rounding exceeds 1 - softmax of a confident prediction
         ctx.save_for_backward(logits, column, elsewhere, peak, sum_exp)
         return sum_exp.log() - target_logit
 
@@ -358,7 +355,7 @@ def sum_of_losses(model, hidden, targets, group):
 
 
 def tokens_per_chunk(length, group, args):
-    """Tokens of each sequence in a chunk. A rank has 1/P of the logits: P times LOSS_CHUNK fit."""
+    """Tokens of each sequence in a chunk. Of a token a rank has v/P logits: P * LOSS_CHUNK fit."""
     return length if args.loss == "full" else max(1, LOSS_CHUNK * group.size() // args.batch)
 
 
@@ -398,7 +395,7 @@ def sum_gradients(model):
             dist.all_reduce(parameter.grad, group=parameter.sum_over)
 
 
-# The rest of this section serves sections 5 and 6 alone.
+# The lesson ends here. What follows proves and measures it; section 4 has the script's own part.
 
 
 def full_tensor(tensor):
@@ -428,20 +425,18 @@ def expected_traffic(model, group, args):
     layers = model.config.num_hidden_layers
     element = getattr(torch, args.dtype).itemsize
     hidden = args.batch * args.length * model.config.hidden_size * element  # bytes of (b, s, h)
-    number = args.batch * args.length * max(4, element)  # of (b, s), in float32 or wider
+    numbers = args.batch * args.length * max(4, element)  # of (b, s): one a token, in float32
     chunks = math.ceil(args.length / tokens_per_chunk(args.length, group, args))
-    # g where an attention or an MLP ends, f where it begins; with --dtensor an f for each column
-    # parallel linear, and for each chunk of the head, whose messages add up to one (b, s, h)
-    leave = 2 * layers
-    enter = 5 * layers if args.dtensor else 2 * layers
-    head_calls = chunks if args.dtensor else 1
+    leave = 2 * layers  # g of each attention and MLP
+    enter = 5 * layers if args.dtensor else 2 * layers  # f; DTensor's, of each linear
+    head_calls = chunks if args.dtensor else 1  # DTensor's f of each chunk: together one (b, s, h)
     rows = [
         ("forward", "all_reduce", 1 + leave, (1 + leave) * hidden),  # the embedding, and every g
-        ("forward", "all_reduce", 2 * chunks, 3 * number),  # max; target logit and sum-exp
+        ("forward", "all_reduce", 2 * chunks, 3 * numbers),  # max; target logit and sum-exp
         ("backward", "all_reduce", enter + head_calls, (enter + 1) * hidden),
     ]
     if args.loss == "chunked":  # every chunk's forward again
-        rows += [("backward", "all_reduce", 2 * chunks, 3 * number)]
+        rows += [("backward", "all_reduce", 2 * chunks, 3 * numbers)]
     if args.recompute == "full":  # every layer's forward again, up to the MLP's g (see the top)
         rows += [("backward", "all_reduce", layers, layers * hidden)]
     _, _, replicas = head_range(model.config, group.rank(), group.size())
@@ -463,7 +458,7 @@ def finalize_args(args, world):
     head_range(args.config, 0, world)  # raises
     if args.config.model_type == "olmo2":
         problem = "OLMo 2's q_norm and k_norm run over all heads, of which a rank has some"
-        raise UsageError(f"{problem}; sp_ulysses.py and pp.py take it, and lab 5's referee cuts it")
+        raise UsageError(f"{problem}; sp_ulysses.py and pp.py take it, and lab 5 has a plan for it")
     if world > args.config.vocab_size:
         raise UsageError(f"{world} ranks for {args.config.vocab_size} words; as many would do")
     sizes = [args.config.num_key_value_heads, args.config.intermediate_size, args.config.vocab_size]
@@ -471,8 +466,6 @@ def finalize_args(args, world):
         problem = f"{world} ranks do not divide KV heads, intermediate size and vocabulary {sizes}"
         raise UsageError(f"--dtensor: {problem}; {math.gcd(*sizes)} would, or no --dtensor")
 
-
-# The lesson ends here; what follows proves and measures it.
 
 # ---- 5. Proof: the same in tp.py, sp_megatron.py, sp_ulysses.py and pp.py ------------------------
 
@@ -516,12 +509,12 @@ def load_model(args):
     """HF's model for causal language modeling on this rank's device: the same at every call."""
     torch.manual_seed(args.seed)
     auto, config = transformers.AutoModelForCausalLM, copy.deepcopy(args.config)
-    how = {"dtype": getattr(torch, args.dtype), "attn_implementation": args.attention}
+    how = {"dtype": getattr(torch, args.dtype), "attn_implementation": args.attn_implementation}
     try:
         if args.source is None:
             with args.device:
                 return auto.from_config(config, **how).train()
-        how |= {"use_safetensors": True, "ignore_mismatched_sizes": True}  # these: refused below
+        how |= {"use_safetensors": True, "ignore_mismatched_sizes": True}  # refused below
         how |= {"output_loading_info": True, "trust_remote_code": False}
         model, report = auto.from_pretrained(config=config, **args.source, **how)
     except torch.OutOfMemoryError:
@@ -631,8 +624,8 @@ def compare(found, expected, args, group):
     coverage = sum(gather_objects(coverage, group))
     rows = []
     for i, (step, kind, name) in enumerate(expected):
-        # Relative to the tensor's norm, or to a thousandth of that of all of its kind if that is
-        # larger: some gradients are zero but for rounding. In float32 and bfloat16 to all of it
+        # Relative to the tensor's norm, but at least to 1/1000 of the norm of all tensors of its
+        # kind, since some gradients are zero but for rounding; in float32 and bfloat16 to all of it
         least = of_kind[step, kind] * (1e-6 if args.dtype == "float64" else 1)
         error = math.sqrt(by_rank[:, i].sum() / (max(squares[i], least) or 1.0))
         row = {"name": name, "kind": kind, "step": step, "rank": by_rank[:, i].argmax().item()}
@@ -699,7 +692,8 @@ class Meter(TorchDispatchMode):
         self.calls = Counter()
         self.bytes = Counter()
         self.peak = 0
-        self.alive = weakref.WeakValueDictionary()  # storages, while any of their tensors lives
+        # PyTorch keeps a storage's Python object as long as the storage, which its tensors keep
+        self.alive = weakref.WeakValueDictionary()
         self.see(gc.get_objects())  # what exists already
 
     def see(self, values):
@@ -718,27 +712,28 @@ class Meter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         inputs = self.see(tree_leaves(args))
         outputs = self.see(tree_leaves(out))
-        name = func._opname.replace("_", "")
+        name = func._opname.replace("_", "")  # of allreduce_, _allgather_base_, all_reduce
         for op in self.OPS:
             if "c10d" in func.namespace and name.startswith(op.replace("_", "")):
-                message = inputs[-1:] if op == "all_to_all" else inputs + outputs  # of (out, in)
+                # all_to_all(out, in); of the others the larger tensor is the full one
+                message = inputs[-1:] if op == "all_to_all" else inputs + outputs
                 self.calls[op] += 1
                 self.bytes[op] += max(x.nbytes for x in message)
         return out
 
 
 def compare_traffic(forward, step, expected):
-    """Rows of --json: what this rank sent, beside the rows of expected_traffic(). The backward's is
-    what the Meter of a step has more than that of a forward alone."""
+    """Rows of --json: what this rank sent, beside the rows of expected_traffic(). The backward's:
+    those of a whole step without those of a forward."""
     rows = []
     for phase, op in product(("forward", "backward"), Meter.OPS):
         calls, size = forward.calls[op], forward.bytes[op]
         if phase == "backward":
             calls, size = step.calls[op] - calls, step.bytes[op] - size
-        wanted = [row for row in expected if row[:2] == (phase, op)]
+        wanted = [entry[2:] for entry in expected if entry[:2] == (phase, op)]
         row = {"phase": phase, "op": op, "count": calls, "bytes": size}
-        row["expected_count"] = sum(calls for _, _, calls, _ in wanted)
-        row["expected_bytes"] = sum(size for _, _, _, size in wanted)
+        row["expected_count"] = sum(n for n, _ in wanted)
+        row["expected_bytes"] = sum(n for _, n in wanted)
         row["passed"] = (calls, size) == (row["expected_count"], row["expected_bytes"])
         if calls or row["expected_count"]:
             rows.append(row)
@@ -795,7 +790,7 @@ MODES = {"correctness": check_correctness, "learning": check_learning, "benchmar
 
 
 def find_model(name):
-    """(config, from_pretrained's keywords; None: random weights) of what --model names."""
+    """The config of what --model names, and from_pretrained's keywords (None: random weights)."""
     if name in PRESETS:
         family, *sizes = PRESETS[name]
         sizes = dict(zip(SIZES, sizes), max_position_embeddings=1 << 20, pad_token_id=2)
@@ -806,7 +801,8 @@ def find_model(name):
     source = {"pretrained_model_name_or_path": name}
     if path.suffix == ".gguf":
         source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    elif not path.is_dir() and (path.exists() or "/" not in name or name[0] in "./~"):  # no hub id
+    is_hub_id = "/" in name and name[0] not in "./~" and not path.exists()
+    if not (path.is_dir() or path.suffix == ".gguf" or is_hub_id):
         raise UsageError(f"no model {name}: hub id, directory, .gguf file, {[*PRESETS]} would do")
     try:  # the entries of config.json; no code that the model brings is run
         entries, _ = transformers.PreTrainedConfig.get_config_dict(**source)
@@ -863,7 +859,7 @@ def start(args):
     torchrun = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     given = [name for name in torchrun if name in os.environ]
     if len(given) not in (0, 4) and args.backend != "fake":  # fake: RANK, WORLD_SIZE, by hand
-        raise UsageError(f"{', '.join(given)} of torchrun's {', '.join(torchrun)}: unset, or all")
+        raise UsageError(f"of {', '.join(torchrun)} only {', '.join(given)} set; all would do")
     rank, world, local_rank, local_world = (int(os.environ.get(k, n)) for k, n in torchrun.items())
     gpus = torch.cuda.device_count()
     if args.backend == "auto":
@@ -874,7 +870,7 @@ def start(args):
     if gpus and args.backend in ("nccl", "fake"):
         args.device = torch.device("cuda", local_rank)
         torch.cuda.set_device(args.device)
-    args.attention = "flash_attention_2" if args.attn == "flash" else args.attn
+    args.attn_implementation = "flash_attention_2" if args.attn == "flash" else args.attn
     args.config, args.source = find_model(args.model)
     finalize_args(args, world)
     store = dist.HashStore()  # where ranks find each other: here only one
@@ -911,7 +907,7 @@ def run(args, group):
     results["dtype"] = results[modes[0]]["dtype"]
     if args.json and IS_RANK0:
         Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
-    gather_objects(None, group)  # a rank that leaves would end rank 0 before it has written
+    gather_objects(None, group)  # a rank that fails would end rank 0 before it has written
     return all(results[mode]["passed"] for mode in modes)
 
 

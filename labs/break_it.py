@@ -193,7 +193,7 @@ def no_op_ulysses(script):
     @instead_of(script)
     def parallelize(right, model, group, args):
         model = right(model, group, args)
-        model.model.set_attn_implementation(args.attention)
+        model.model.set_attn_implementation(args.attn_implementation)
         return model
 
 

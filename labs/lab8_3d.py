@@ -278,8 +278,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         target_logit = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0)
         both = torch.stack([target_logit, shifted.exp_().sum(-1)])
         target_logit, sum_exp = all_reduce(both, group)
-        # peak and sum_exp stay apart: their sum peak + log(sum_exp) would be rounded, in float32 at
-        # 300 by up to 3e-5, which is more than softmax - 1 of a confident prediction
+        # Not peak + log(sum_exp): its rounding exceeds 1 - softmax of a confident prediction
         ctx.save_for_backward(logits, column, elsewhere, peak, sum_exp)
         return sum_exp.log() - target_logit
 

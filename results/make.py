@@ -330,16 +330,14 @@ def plans_table(part):
 def cpu_table(part):
     """How close to one device, how long, how much memory and traffic."""
     dtypes = ["float64", "float32", "bfloat16"]
-    rows = [["2 ranks, gloo", *dtypes, "s a step", "peak MiB, ranks 0 / 1", "message MiB"]]
+    rows = [["2 ranks, gloo", *dtypes, "s a step", "peak MiB, ranks 0 / 1", "rank 0 sends, MiB"]]
     for name in SCRIPTS:
         row = [name, *(worst(part, f"correctness {dtype}, {name}") for dtype in dtypes)]
         bench = of(part, f"benchmark, {name}").get("benchmark")
         if bench:
-            traffic = bench["traffic"]
-            sent = [sum(t["bytes"] for t in traffic if rank in t["ranks"]) for rank in (0, 1)]
             row.append(f"{bench['forward_backward_s']['median']:.2f}")
-            for sizes in (bench["peak_memory_bytes"], sent):
-                row.append(" / ".join(f"{size / MIB:.0f}" for size in sizes))
+            row.append(" / ".join(f"{size / MIB:.0f}" for size in bench["peak_memory_bytes"]))
+            row.append(f"{sum(t['bytes'] for t in bench['traffic']) / MIB:.0f}")
         rows.append(row + [""] * (len(rows[0]) - len(row)))
     return f"*Measured ({made(part)})*\n\n{table(*rows)}"
 

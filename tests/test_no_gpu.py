@@ -200,15 +200,15 @@ def flash_is_sdpa(script, put, options):
     flash_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2] |= there
     script = load(script, put)
     args, group = parsed(script, *options, "--attn", "flash", "--dtype", "bfloat16")
-    args.dtype, args.attention = "float64", "sdpa"
+    args.dtype, args.attn_implementation = "float64", "sdpa"
     with script.upcasts_in_float64(args):
         expected = script.take_steps(script.load_model(args), args, group, parallel=False)
-        args.attention = "flash_attention_2"
+        args.attn_implementation = "flash_attention_2"
         model = script.parallelize(script.load_model(args), group, args)
         found = script.take_steps(model, args, group, parallel=True)
     rows = script.compare(found, expected, args, group)
     assert all(row["passed"] for row in rows), "other than sdpa"
-    assert flash_utils._loaded_implementation == args.attention, "flash was not used"
+    assert flash_utils._loaded_implementation == args.attn_implementation, "flash was not used"
 
 
 SIZES = [(2, 1, 5), (3, 3, 0)]  # ranks, sequences, the window that a token sees (0: all before it)

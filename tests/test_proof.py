@@ -56,7 +56,7 @@ SABOTAGES = [
     ("the loss is divided by the number of labels", STRATEGIES, {COUNT: LABELS}),
     (
         "the batch is flattened before the shift",
-        ["sp_megatron.py"],
+        ["sp_ulysses.py"],
         {SHIFT: FLAT},
     ),
     (

@@ -56,7 +56,7 @@ def test_frequencies_follow_the_whole_sequence_without_padding(
 @pytest.mark.parametrize("script", STRATEGIES[1:3])
 def test_padding_that_decides_on_frequencies_is_seen(ranks, tmp_path, script):
     command = [script, "--length", "16", "--model", folder(tmp_path, LONGROPE)]
-    run = ranks(3, command, {"every.clamp(max=last)": "every"})
+    run = ranks(3, command, {"positions.clamp(max=last)": "positions"})
     assert run.codes == [1] * 3 and "the first: logits" in run.output, run.output
 
 
