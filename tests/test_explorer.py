@@ -426,7 +426,8 @@ def memory_settings(memory, seed, count):
         *key, recompute, loss = choose.choice(sorted(presets)).split(" ")
         optimizer = choose.choice(["none", "adamw", "adamw-host"])
         length = round(2 ** choose.uniform(11, 20) / 512) * 512
-        M = choose.choice([1, 4]) if key[1] == "pp" and recompute == "full" else 1
+        several = [key[1], recompute, optimizer] == ["pp", "full", "adamw"]
+        M = choose.choice([1, 4]) if several else 1
         setting = " ".join(key), recompute, loss, optimizer, length, M
         asked = setting[0], f"{recompute} {loss}", optimizer
         mib, _ = questions.peak(memory, *asked, length, M)

@@ -39,8 +39,8 @@ const gib = (mib) => `${(mib / 1024).toFixed(mib < 10240 ? 2 : 1)} GiB`;
 
 // The setting that the state comes to: some strategies leave no choice, and of some models and numbers of
 // ranks only the usual way is predicted, or the optimizer's step alone where that is too much for any GPU.
-// runs: whether the model can be split so. What a pipeline keeps of further microbatches is known where
-// layers are recomputed
+// runs: whether the model can be split so. several: whether furtherOf() will do for a pipeline, where layers
+// are recomputed; without AdamW's state short sequences would take more
 function settingOf(state) {
   const { strategy } = state;
   const P = strategy === "plain" ? 1 : state.P;
@@ -51,8 +51,9 @@ function settingOf(state) {
   const loss = strategy === "plain" ? "full" : waysWith(state.loss).length ? state.loss : "chunked";
   const ways = waysWith(loss);
   const recompute = ways.includes(state.recompute) ? state.recompute : "full";
-  const microbatches = strategy === "pp" && recompute === "full" ? state.microbatches : 1;
-  return { ...state, P, loss, shard, recompute, microbatches, ways, key, runs: key in DATA.memory.steps };
+  const several = strategy === "pp" && recompute === "full" && state.optimizer === "adamw";
+  const microbatches = several ? state.microbatches : 1;
+  return { ...state, P, loss, shard, recompute, several, microbatches, ways, key, runs: key in DATA.memory.steps };
 }
 
 const ranksOf = (model) => [1, 2, 4, 8, 16, 32].filter((P) => `${model} tp ${P} full chunked` in DATA.memory.curves);
@@ -277,7 +278,7 @@ view({
     const why = [
       KEPT[setting.recompute],
       plain ? "Plain is Hugging Face's own model and loss on one GPU: all logits at once." : null,
-      "One sequence, with PP one in each microbatch: by 1F1B a rank has at most P of them in flight, and keeps the layers' inputs of each.",
+      "One sequence, with PP one in each microbatch: by 1F1B a rank has at most P of them in flight, and keeps the layers' inputs of each (several: with layers recomputed and AdamW here).",
       "bfloat16, flash attention, of the rank that needs most; the T4 has no flash attention and is not among these GPUs. Lengths between predictions lie on straight lines,",
       `which are off by ${100 * DATA.memory.exact}% at most where they were checked; of 70B, and of 1, 16 and 32 ranks, three lengths are predicted.`,
       "Other batches, dtypes, models and numbers of ranks: with the options of",
@@ -295,7 +296,7 @@ view({
         plain ? null : slider("Ranks", "P", choices),
         state.strategy === "sp_ulysses" ? choice("Weights", "shard", SHARD_NAMES) : null,
         choice("Recomputed", "recompute", RECOMPUTE_NAMES, missing),
-        state.strategy === "pp" ? slider("Microbatches", "microbatches", setting.recompute === "full" ? MICROBATCHES : [1]) : null,
+        state.strategy === "pp" ? slider("Microbatches", "microbatches", setting.several ? MICROBATCHES : [1]) : null,
         plain ? null : choice("Loss", "loss", LOSS_NAMES, full),
         choice("Optimizer", "optimizer", OPTIMIZER_NAMES),
         html("div", { class: "long" }, slider("Sequence length", "length", LENGTHS, () => tokens(state.length)))),

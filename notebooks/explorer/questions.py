@@ -187,18 +187,22 @@ def of_time(time, memory, texts):
         yield id, told | {"right": order[0], "share": [share[part] for part in order]}
     for id in ("t4", "t5"):
         model, P, length = texts[id]["fastest"]
-        seconds, gib, fit, names = {}, {}, set(), time["strategies"]
+        seconds, gib, fit, names, shares = {}, {}, set(), time["strategies"], {}
         for strategy, oom in time["memory"].items():
             name = " ".join(oom[:2]) if "--shard-weights" in oom else oom[0]
             if parts := parts_of(time, model, strategy, P, length, 16):
                 setting = f"{model} {name} {P}", "full chunked", "adamw", length, 16
                 needs, _ = peak(memory, *setting)
                 seconds[strategy], gib[strategy] = sum(parts.values()), needs / 1024
+                shares[strategy] = parts
                 fit |= {strategy} if needs <= room(memory, "h100", name, P) else set()
         right, fastest = (min(some, key=seconds.get) for some in (fit, seconds))
         why = {}
         for name in seconds:
-            why[name] = f"It takes {seconds[name]:,.0f} s; {names[right]} {seconds[right]:,.0f}."
+            apart = {part: x - shares[right][part] for part, x in shares[name].items()}
+            most = max(apart, key=apart.get)
+            two = [f"{seconds[x]:,.0f} s ({most} {shares[x][most]:,.0f} s)" for x in (name, right)]
+            why[name] = f"It takes {two[0]}, and {names[right]} {two[1]}."
             if name not in fit:
                 why[name] = f"It needs {gib[name]:,.0f} GiB a GPU: it does not fit."
         trap = f"{names[fastest]} would be faster, but needs {gib[fastest]:,.0f} GiB a GPU."
