@@ -59,13 +59,19 @@ function commit(right) {
   document.querySelector(".verdict")?.focus();
 }
 
+// What is yet to be written of the last state must not come after it
+function leaveFor(fragment) {
+  clearTimeout(written);
+  goingOn = true;
+  location.hash = fragment;
+}
+
 // Another one: of this view, else of the next view that has one
 function goOn() {
   const ids = Object.keys(views);
   const order = [...ids.slice(ids.indexOf(current.id)), ...ids];
   const open = order.flatMap(questionsOf).find((one) => !(one.id in answers));
-  goingOn = true;
-  location.hash = open ? `#ask=${open.id}` : score();
+  leaveFor(open ? `#ask=${open.id}` : score());
 }
 
 function explore() {
@@ -255,6 +261,5 @@ function scorePanel() {
 
 function goToOpen() {
   const open = QUESTIONS.find((one) => !(one.id in answers));
-  goingOn = true;
-  location.hash = open ? `#ask=${open.id}` : `#${Object.keys(views)[0]}`;
+  leaveFor(open ? `#ask=${open.id}` : `#${Object.keys(views)[0]}`);
 }
