@@ -128,20 +128,20 @@ function memoryBars(setting, peaks) {
   const bottom = top + apart * (peaks.length - 1) + high;
   const bars = peaks.map(({ moment, parts, peak }, row) => {
     const y = top + row * apart;
+    const labels = [];
     let from = 0;
     const filled = parts.map((part, i) => {
       const [begin, end] = [x(from), x((from += part))];
       const name = DATA.memory.parts[i];
-      return svg("g", tip(`${name}: ${gib(part)}`, false),
-        svg("rect", { x: begin, y, width: end - begin, height: high, fill: partColour(i), class: "held" }),
-        svg("text", { x: (begin + end) / 2, y: y + high / 2 + 5, class: "onpart" }, end - begin > 8.2 * name.length ? name : ""));
+      const place = { x: (begin + end) / 2, y: y + high / 2 + 5, class: "onpart above", style: `stroke: ${partColour(i)}` };
+      labels.push(end - begin > 8.2 * name.length ? svg("text", place, name) : null);
+      return svg("rect", { x: begin, y, width: end - begin, height: high, fill: partColour(i), class: "held", ...tip(`${name}: ${gib(part)}`, false) });
     });
     const space = room - peak;
     const end = svg("text", { x: (x(peak) + x(room)) / 2, y: y + high / 2 + 5, "text-anchor": "middle", class: "small" }, x(space) > 90 ? `${gib(space)} free` : "");
     const name = `${MOMENTS[moment][0]}: ${gib(peak)}${peaks.length > 1 && peak === most.peak ? " (peak)" : ""}`;
-    return [
-      svg("rect", { x: 0, y, width: x(room), height: high, class: "outline" }), end, filled,
-      svg("text", { x: 2, y: y - 6, class: peak === most.peak ? "name above" : "above" }, name)];
+    labels.push(svg("text", { x: 2, y: y - 6, class: peak === most.peak ? "name above" : "above" }, name));
+    return [[svg("rect", { x: 0, y, width: x(room), height: high, class: "outline" }), end, filled], labels];
   });
   const explain = `${gib(card - room)} of the GPU's ${gib(card)} are for what lies outside the allocator: the CUDA context, cuBLAS, NCCL`;
   const outside = svg("rect", { x: x(room), y: top, width: x(card) - x(room), height: bottom - top, class: "outside", ...tip(explain, false) });
@@ -149,7 +149,7 @@ function memoryBars(setting, peaks) {
     svg("line", { x1: x(room), x2: x(room), y1: 16, y2: bottom + 4, class: "limit" }),
     svg("text", { x: x(room), y: 12, "text-anchor": x(room) > width - 60 ? "end" : "middle", class: "small" }, `limit ${gib(room)}`)];
   const words = peaks.map(({ moment, parts, peak }) => `${MOMENTS[moment][0]} ${gib(peak)} of ${gib(room)}: ` + parts.map((part, i) => `${DATA.memory.parts[i]} ${gib(part)}`).join(", "));
-  return picture(width, bottom + 6, words.join("; "), outside, bars, limit);
+  return picture(width, bottom + 6, words.join("; "), outside, bars.map(([bar]) => bar), limit, bars.map(([, labels]) => labels));
 }
 
 // Peak against length, as areas of what fills it; the present length as a line
