@@ -2,6 +2,7 @@
 
     python notebooks/make_explorer.py                         # all six views: hours, for memory
     python notebooks/make_explorer.py --only bugs time        # these; the others' data stay
+    python notebooks/make_explorer.py --only memory --models qwen3-8b    # and the other models'
 
 The questions (explorer/questions.py) are made of these data, each time.
 
@@ -13,6 +14,7 @@ import json
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import accumulate, pairwise, product
 from pathlib import Path
 from queue import Queue
@@ -24,7 +26,7 @@ import torch  # noqa: E402
 from checks.lab1 import gather_and_add  # noqa: E402
 from experiments.plan import timetable  # noqa: E402
 from explorer.bugs import LABELS, bugs  # noqa: E402
-from explorer.memory import memory  # noqa: E402
+from explorer.memory import ALL, memory  # noqa: E402
 from explorer.questions import questions  # noqa: E402
 from harness import LABS, load  # noqa: E402
 
@@ -303,9 +305,11 @@ def assemble(data):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=VIEWS, default=list(VIEWS), metavar="VIEW")
-    only = parser.parse_args().only
+    parser.add_argument("--models", nargs="+", choices=ALL, default=list(ALL), metavar="MODEL")
+    args = parser.parse_args()
     old = embedded(PAGE) if PAGE.exists() else {}
-    data = {name: make() if name in only else old.get(name) for name, make in VIEWS.items()}
+    made = VIEWS | {"memory": partial(memory, args.models, old.get("memory"))}
+    data = {name: make() if name in args.only else old.get(name) for name, make in made.items()}
     data["questions"] = questions(data, pp, LABELS)
     PAGE.write_text(assemble(data))
     print(f"{PAGE}: {PAGE.stat().st_size / 1024:,.0f} KiB")

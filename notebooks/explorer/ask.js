@@ -20,6 +20,7 @@ let question = null; // the one that is asked, if one is
 let guess = null; // what has been chosen so far
 let committed = false;
 let given = false; // whether there was a guess
+let goingOn = false; // to another question, which gets the focus: the button that led there is gone
 
 function stored() {
   try {
@@ -58,12 +59,19 @@ function commit(right) {
   document.querySelector(".verdict")?.focus();
 }
 
+// What is yet to be written of the last state must not come after it
+function leaveFor(fragment) {
+  clearTimeout(written);
+  goingOn = true;
+  location.hash = fragment;
+}
+
 // Another one: of this view, else of the next view that has one
 function goOn() {
   const ids = Object.keys(views);
   const order = [...ids.slice(ids.indexOf(current.id)), ...ids];
   const open = order.flatMap(questionsOf).find((one) => !(one.id in answers));
-  location.hash = open ? `#ask=${open.id}` : score();
+  leaveFor(open ? `#ask=${open.id}` : score());
 }
 
 function explore() {
@@ -89,7 +97,7 @@ function questionPanel() {
   return html("section", { class: "question", "data-key": question.id, "aria-labelledby": "ask" },
     html("p", { class: "kicker" }, `${views[question.view].title}, question ${number} of ${own.length}`,
       html("a", { href: score(), target: "_top" }, tally())),
-    html("h2", { id: "ask" }, question.ask),
+    html("h2", { id: "ask", tabindex: -1 }, question.ask),
     picture, body(),
     committed ? html("p", { class: "because" }, question.because) : null,
     html("div", { class: "after" },
@@ -103,6 +111,7 @@ function again() {
   ask(nextQuestion(current.id));
   draw();
   scrollTo(0, 0);
+  document.getElementById("ask").focus();
 }
 
 const verdict = (right, words) =>
@@ -204,7 +213,11 @@ function ringPanel() {
   const wire = `${sent.length} ${sent.length === 1 ? "step" : "steps"}, ${bytes((sent.length * message) / P)} sent by each rank`;
   const end = ringDone(guess.ring, question) && committed;
   const picks = committed ? null : html("div", { class: "chips", role: "group", "aria-label": "Rank 0 sends" }, "Rank 0 sends rank 1: ",
-    [...held[0].keys()].sort().map((chunk) => button(letter(chunk), () => ringSend(chunk), { "aria-label": `chunk ${letter(chunk)}` })));
+    [...Array(P).keys()].map((chunk) => {
+      const has = held[0].has(chunk);
+      const words = `chunk ${letter(chunk)}${has ? "" : ", which rank 0 does not have"}`;
+      return button(letter(chunk), () => (has ? ringSend(chunk) : null), { "aria-label": words, title: words, "aria-disabled": has ? null : "true" });
+    }));
   const best = `Lab 1's ${plain(op)} takes ${steps} steps, ${bytes((steps * message) / P)}.`;
   return [board, html("p", { role: "status" }, `${wire}. ${told}`), picks, end ? verdict(sent.length <= steps, best) : committed ? html("p", {}, best) : null];
 }
@@ -239,14 +252,14 @@ function scorePanel() {
     event.target.textContent = "Copied";
   };
   return html("section", { class: "question", "data-key": "score" },
-    html("h2", {}, `Predicted, then revealed: ${got} of ${QUESTIONS.length} right`),
+    html("h2", { id: "ask", tabindex: -1 }, `Predicted, then revealed: ${got} of ${QUESTIONS.length} right`),
     html("table", {}, rows),
     html("label", { class: "control" }, "This score as a link", html("input", { class: "share", readonly: true, value: location.href })),
     html("div", { class: "after" }, button("Copy the link", copy),
-      button(got + wrong.filter(Boolean).length < QUESTIONS.length ? "Go on" : "To the views", () => (location.hash = nextOpen()), { class: "main" })));
+      button(got + wrong.filter(Boolean).length < QUESTIONS.length ? "Go on" : "To the views", goToOpen, { class: "main" })));
 }
 
-function nextOpen() {
+function goToOpen() {
   const open = QUESTIONS.find((one) => !(one.id in answers));
-  return open ? `#ask=${open.id}` : `#${Object.keys(views)[0]}`;
+  leaveFor(open ? `#ask=${open.id}` : `#${Object.keys(views)[0]}`);
 }

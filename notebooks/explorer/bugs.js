@@ -32,15 +32,15 @@ function bugBars({ rows }) {
     const power = Math.log10(error || 1e-17);
     const words = `${ROW_NAMES[name]}: largest error ${share(error)}, ${wrong} of ${of} wrong`;
     const label = narrow ? { x: 0, y: y - 5 } : { x: left - 10, y: y + 14, "text-anchor": "end" };
-    return svg("g", tip(words, false),
-      svg("text", { ...label, class: "above" }, `${ROW_NAMES[name]}${of > 1 ? `: ${wrong} of ${of} wrong` : ""}`),
-      svg("rect", { x: x(FLOOR), y, width: Math.max(2, x(power) - x(FLOOR)), height: high, class: wrong ? "wrongbar" : "rightbar" }));
+    const bar = { x: x(FLOOR), y, width: Math.max(2, x(power) - x(FLOOR)), height: high, class: wrong ? "wrongbar" : "rightbar" };
+    return [svg("rect", { ...bar, ...tip(words, false) }),
+      svg("text", { ...label, class: "above" }, `${ROW_NAMES[name]}${of > 1 ? `: ${wrong} of ${of} wrong` : ""}`)];
   });
   const marks = [-15, -10, -5, 0].map((power) => [
     svg("line", { x1: x(power), x2: x(power), y1: 0, y2: bottom, class: power === LIMIT ? "limit" : "grid" }),
     svg("text", { x: x(power), y: bottom + 16, "text-anchor": "middle", class: "small" }, power === 0 ? "1" : `1e${power}`)]);
   const words = rows.map(([name, error]) => `${ROW_NAMES[name]} ${share(error)}`).join("; ");
-  return picture(width, bottom + 40, `Relative errors by row: ${words}`, marks[0], marks[2], marks[3], drawn, marks[1],
+  return picture(width, bottom + 40, `Relative errors by row: ${words}`, marks[0], marks[2], marks[3], drawn.map(([bar]) => bar), marks[1], drawn.map(([, label]) => label),
     svg("text", { x: width - 8, y: bottom + 34, "text-anchor": "end", class: "small" }, "largest relative error; red line: the limit"));
 }
 

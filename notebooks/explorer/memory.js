@@ -34,11 +34,13 @@ const partColour = (i) => `var(--part${i})`; // no rank's colours: the parts are
 const [GRADIENTS, STATE, SAVED] = ["gradients", "optimizer state", "saved activations"].map((name) => DATA.memory.parts.indexOf(name));
 const LENGTHS = [...Array(89).keys()].map((i) => Math.round(2 ** (11 + i / 8) / 512) * 512);
 const SHORTEST = LENGTHS[0];
+const MICROBATCHES = [1, 2, 4, 8, 16, 32];
 const gib = (mib) => `${(mib / 1024).toFixed(mib < 10240 ? 2 : 1)} GiB`;
 
-// The setting that the state comes to: some strategies leave no choice, and of some numbers of ranks only
-// the usual way is predicted, or the optimizer's step alone where that is too much for any GPU. runs:
-// whether the model can be split so
+// The setting that the state comes to: some strategies leave no choice, and of some models and numbers of
+// ranks only the usual way is predicted, or the optimizer's step alone where that is too much for any GPU.
+// runs: whether the model can be split so. several: whether furtherOf() will do for a pipeline, where layers
+// are recomputed; without AdamW's state short sequences would take more
 function settingOf(state) {
   const { strategy } = state;
   const P = strategy === "plain" ? 1 : state.P;
@@ -49,7 +51,9 @@ function settingOf(state) {
   const loss = strategy === "plain" ? "full" : waysWith(state.loss).length ? state.loss : "chunked";
   const ways = waysWith(loss);
   const recompute = ways.includes(state.recompute) ? state.recompute : "full";
-  return { ...state, P, loss, shard, recompute, ways, key, runs: key in DATA.memory.steps };
+  const several = strategy === "pp" && recompute === "full" && state.optimizer === "adamw";
+  const microbatches = several ? state.microbatches : 1;
+  return { ...state, P, loss, shard, recompute, several, microbatches, ways, key, runs: key in DATA.memory.steps };
 }
 
 const ranksOf = (model) => [1, 2, 4, 8, 16, 32].filter((P) => `${model} tp ${P} full chunked` in DATA.memory.curves);
@@ -72,7 +76,7 @@ function along(curve, length) {
 
 // MiB that a pipeline's rank keeps of further microbatches. 1F1B has up to P - rank of them in flight; of
 // each it keeps the inputs of its layers and of its stage, and one more is on its way
-function furtherOf({ model, strategy, P, microbatches = 1 }, rank, length) {
+function furtherOf({ model, strategy, P, microbatches }, rank, length) {
   const flight = Math.min(microbatches, P - rank);
   if (strategy !== "pp" || flight < 2) return 0;
   const [layers, hidden] = DATA.memory.sizes[model];
@@ -124,20 +128,20 @@ function memoryBars(setting, peaks) {
   const bottom = top + apart * (peaks.length - 1) + high;
   const bars = peaks.map(({ moment, parts, peak }, row) => {
     const y = top + row * apart;
+    const labels = [];
     let from = 0;
     const filled = parts.map((part, i) => {
       const [begin, end] = [x(from), x((from += part))];
       const name = DATA.memory.parts[i];
-      return svg("g", tip(`${name}: ${gib(part)}`, false),
-        svg("rect", { x: begin, y, width: end - begin, height: high, fill: partColour(i), class: "held" }),
-        svg("text", { x: (begin + end) / 2, y: y + high / 2 + 5, class: "onpart" }, end - begin > 8.2 * name.length ? name : ""));
+      const place = { x: (begin + end) / 2, y: y + high / 2 + 5, class: "onpart above", style: `stroke: ${partColour(i)}` };
+      labels.push(end - begin > 8.2 * name.length ? svg("text", place, name) : null);
+      return svg("rect", { x: begin, y, width: end - begin, height: high, fill: partColour(i), class: "held", ...tip(`${name}: ${gib(part)}`, false) });
     });
     const space = room - peak;
     const end = svg("text", { x: (x(peak) + x(room)) / 2, y: y + high / 2 + 5, "text-anchor": "middle", class: "small" }, x(space) > 90 ? `${gib(space)} free` : "");
     const name = `${MOMENTS[moment][0]}: ${gib(peak)}${peaks.length > 1 && peak === most.peak ? " (peak)" : ""}`;
-    return [
-      svg("rect", { x: 0, y, width: x(room), height: high, class: "outline" }), end, filled,
-      svg("text", { x: 2, y: y - 6, class: peak === most.peak ? "name above" : "above" }, name)];
+    labels.push(svg("text", { x: 2, y: y - 6, class: peak === most.peak ? "name above" : "above" }, name));
+    return [[svg("rect", { x: 0, y, width: x(room), height: high, class: "outline" }), end, filled], labels];
   });
   const explain = `${gib(card - room)} of the GPU's ${gib(card)} are for what lies outside the allocator: the CUDA context, cuBLAS, NCCL`;
   const outside = svg("rect", { x: x(room), y: top, width: x(card) - x(room), height: bottom - top, class: "outside", ...tip(explain, false) });
@@ -145,7 +149,7 @@ function memoryBars(setting, peaks) {
     svg("line", { x1: x(room), x2: x(room), y1: 16, y2: bottom + 4, class: "limit" }),
     svg("text", { x: x(room), y: 12, "text-anchor": x(room) > width - 60 ? "end" : "middle", class: "small" }, `limit ${gib(room)}`)];
   const words = peaks.map(({ moment, parts, peak }) => `${MOMENTS[moment][0]} ${gib(peak)} of ${gib(room)}: ` + parts.map((part, i) => `${DATA.memory.parts[i]} ${gib(part)}`).join(", "));
-  return picture(width, bottom + 6, words.join("; "), outside, bars, limit);
+  return picture(width, bottom + 6, words.join("; "), outside, bars.map(([bar]) => bar), limit, bars.map(([, labels]) => labels));
 }
 
 // Peak against length, as areas of what fills it; the present length as a line
@@ -215,7 +219,7 @@ function contest(state, set) {
       return { strategy, shard, setting, longest: longestOf(setting) };
     }));
   const most = Math.max(1, ...rows.map((row) => row.longest));
-  const short = { plain: "plain, 1 GPU", tp: "TP", sp_megatron: "SP", sp_ulysses: "Ulysses", pp: "PP" };
+  const short = { plain: "plain, 1 GPU", tp: "TP", sp_megatron: "SP", sp_ulysses: "Ulysses", pp: `PP, ${state.microbatches > 1 ? `${state.microbatches} microbatches` : "1 microbatch"}` };
   const chosen = settingOf(state);
   return html("div", {},
     html("h2", {}, `The longest that fits on ${state.P} ranks`),
@@ -242,12 +246,12 @@ view({
   bare: "strategy",
   state: {
     strategy: "sp_megatron", model: "llama-3.1-8b", gpu: "h100", P: 4, length: 131072, recompute: "full",
-    loss: "chunked", optimizer: "adamw", shard: "no",
+    loss: "chunked", optimizer: "adamw", shard: "no", microbatches: 1,
   },
   values: {
     strategy: Object.keys(STRATEGY_NAMES), model: Object.keys(DATA.memory.models), gpu: Object.keys(DATA.memory.gpus),
     P: [1, 2, 4, 8, 16, 32], recompute: Object.keys(RECOMPUTE_NAMES), loss: Object.keys(LOSS_NAMES),
-    optimizer: Object.keys(OPTIMIZER_NAMES), shard: Object.keys(SHARD_NAMES),
+    optimizer: Object.keys(OPTIMIZER_NAMES), shard: Object.keys(SHARD_NAMES), microbatches: MICROBATCHES,
   },
   draw(root, state, set) {
     state.length = Math.min(LENGTHS.at(-1), Math.max(SHORTEST, state.length));
@@ -260,24 +264,29 @@ view({
     const [room, longest, plain] = [roomOf(setting), longestOf(setting), state.strategy === "plain"];
     const fits = found.peak <= room;
     const largest = found.parts.indexOf(Math.max(...found.parts));
-    [state.recompute, state.loss] = [setting.recompute, plain ? state.loss : setting.loss]; // what was chosen may be missing here
+    // What was chosen may be missing here
+    [state.recompute, state.loss] = [setting.recompute, plain ? state.loss : setting.loss];
+    if (state.strategy === "pp") state.microbatches = setting.microbatches;
     const missing = Object.fromEntries(Object.keys(RECOMPUTE_NAMES).filter((way) => !setting.ways.includes(way))
       .map((way) => [way, plain ? "not with plain" : "not predicted here"]));
+    const full = `${setting.key} ${setting.recompute} full` in DATA.memory.curves ? {} : { full: "not predicted here" };
     const gpus = Object.entries(DATA.memory.gpus).map(([name, size]) => [name, `${GPU_NAMES[name] ?? name}: ${size} GiB`]);
-    const words = `${tokens(state.length)} take ${gib(found.peak)} of the allocator's ${gib(room)}: ` +
+    const several = setting.microbatches > 1 ? `${setting.microbatches} microbatches of ` : "";
+    const words = `${several}${tokens(state.length)} take ${gib(found.peak)} of the allocator's ${gib(room)}: ` +
       `${fits ? "fits" : `${gib(found.peak - room)} too many`}. The peak comes ${MOMENTS[found.moment][1]}; ` +
       `the largest part is ${DATA.memory.parts[largest]}, ${gib(found.parts[largest])}.`;
     const why = [
       KEPT[setting.recompute],
       plain ? "Plain is Hugging Face's own model and loss on one GPU: all logits at once." : null,
-      "One sequence (a batch of 1, so PP has one microbatch), bfloat16, flash attention, of the rank that needs most;",
-      "the T4 has no flash attention and is not among these GPUs. Lengths between predictions lie on straight lines,",
+      "One sequence, with PP one in each microbatch: by 1F1B a rank has at most P of them in flight, and keeps the layers' inputs of each (several: with layers recomputed and AdamW here).",
+      "bfloat16, flash attention, of the rank that needs most; the T4 has no flash attention and is not among these GPUs. Lengths between predictions lie on straight lines,",
       `which are off by ${100 * DATA.memory.exact}% at most where they were checked; of 70B, and of 1, 16 and 32 ranks, three lengths are predicted.`,
       "Other batches, dtypes, models and numbers of ranks: with the options of",
     ];
     const [script, nproc] = [state.strategy, setting.P];
     const command = `python oom_search.py --how predicted --at ${state.length} --strategy ${script} --nproc ${nproc} --model ${state.model} ` +
-      `--recompute ${setting.recompute} --loss ${setting.loss} --optimizer ${state.optimizer}${setting.shard === "yes" ? " --shard-weights" : ""}`;
+      `--recompute ${setting.recompute} --loss ${setting.loss} --optimizer ${state.optimizer}${setting.shard === "yes" ? " --shard-weights" : ""}` +
+      (setting.microbatches > 1 ? ` --batch ${setting.microbatches} --microbatches ${setting.microbatches}` : "");
     say(words);
     root.append(
       html("div", { class: "controls dense" },
@@ -287,7 +296,8 @@ view({
         plain ? null : slider("Ranks", "P", choices),
         state.strategy === "sp_ulysses" ? choice("Weights", "shard", SHARD_NAMES) : null,
         choice("Recomputed", "recompute", RECOMPUTE_NAMES, missing),
-        plain ? null : choice("Loss", "loss", LOSS_NAMES),
+        state.strategy === "pp" ? slider("Microbatches", "microbatches", setting.several ? MICROBATCHES : [1]) : null,
+        plain ? null : choice("Loss", "loss", LOSS_NAMES, full),
         choice("Optimizer", "optimizer", OPTIMIZER_NAMES),
         html("div", { class: "long" }, slider("Sequence length", "length", LENGTHS, () => tokens(state.length)))),
       html("p", { class: `words ${fits ? "" : "over"}` }, words),

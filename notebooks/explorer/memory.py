@@ -6,17 +6,22 @@ import tempfile
 import time
 from functools import partial
 from itertools import pairwise, product
+from types import SimpleNamespace
 
 from experiments.plan import why_not
-from harness import LABS, load
+from harness import LABS
 from tqdm import tqdm
 
 import oom_search
+import pp
 
 MODELS = {
     "llama-3.2-1b": "Llama 3.2 1B", "llama-3.2-3b": "Llama 3.2 3B", "llama-3.1-8b": "Llama 3.1 8B",
 }  # fmt: skip
+USUAL = {"mistral-7b": "Mistral 7B", "qwen3-0.6b": "Qwen3 0.6B", "qwen3-8b": "Qwen3 8B"}
+USUAL |= {"smollm3-3b": "SmolLM3 3B"}  # of these no other way than the first of WAYS
 LARGE = {"llama-3.1-70b": "Llama 3.1 70B"}
+ALL = MODELS | USUAL | LARGE
 STRATEGIES = {
     "tp": "tp", "sp_megatron": "sp", "sp_ulysses": "ulysses", "sp_ulysses --shard-weights":
     "ulysses_sharded", "pp": "pp",
@@ -24,51 +29,57 @@ STRATEGIES = {
 # Recomputation, loss
 WAYS = [("full", "chunked"), ("none", "chunked"), ("full", "full"), ("selective", "chunked")]
 WAYS += [("offload", "chunked")]
-LAB = LABS / "lab11_time.py"
 JOURNAL = LABS.parent / ".oom_search.jsonl"  # oom_search.py's own: what was predicted before
 SHORTEST, LONGEST = 2048, 2**20  # tokens; what is longer goes on as a straight line
 EXACT = 0.01  # how far a straight line between two lengths may be from the prediction
 MOST = 142 * 1024  # MiB, no GPU has more
 
 
+def sizes(name):
+    """Of a preset of the scripts."""
+    _, hidden, _, layers, heads, *_ = pp.PRESETS[name]
+    return SimpleNamespace(hidden=hidden, layers=layers, heads=heads)
+
+
 def settings():
     """Whose memory is predicted: model, strategy, ranks, recomputation, loss."""
-    yield from ((model, "plain", 1, way, "full") for model in MODELS for way in ("full", "none"))
-    for way, world, strategy, model in product(WAYS, (4, 8, 2), STRATEGIES, MODELS):
-        yield model, strategy, world, *way
+    yield from product(MODELS | USUAL, ["plain"], [1], ["full", "none"], ["full"])
+    for way, world, strategy, model in product(WAYS, (4, 8, 2), STRATEGIES, MODELS | USUAL):
+        if model in MODELS or way == WAYS[0]:
+            yield model, strategy, world, *way
 
 
 def more():
-    """And with three lengths only: lab 11's LLaMAs on the other numbers of ranks from 1 to 32.
+    """And with three lengths only: all models on the other numbers of ranks from 1 to 32.
 
     On one rank all strategies are the same, up to some buffers.
     """
-    for name in [*MODELS, *LARGE]:
-        yield name, "tp", 1, *WAYS[0]
-    yield from ((name, "plain", 1, way, "full") for name in LARGE for way in ("full", "none"))
-    lab11 = load(LAB).MODELS
-    for name in sorted(lab11.keys() & (MODELS | LARGE).keys()):
-        for world, strategy in product(
-            (16, 32) if name in MODELS else (8, 16, 32, 4, 2), STRATEGIES
-        ):
-            if not why_not(lab11[name], STRATEGIES[strategy], world):
+    yield from ((name, "tp", 1, *WAYS[0]) for name in ALL)
+    yield from product(LARGE, ["plain"], [1], ["full", "none"], ["full"])
+    for name in ALL:
+        worlds = (2, 4, 8, 16, 32) if name in LARGE else (16, 32)
+        for world, strategy in product(worlds, STRATEGIES):
+            asked = "tp", STRATEGIES[strategy]  # heads for all, and layers for a pipeline
+            if not any(why_not(sizes(name), own, world) for own in asked):
                 yield name, strategy, world, *WAYS[0]
 
 
-def memory():
-    """Peaks by length, in MiB of each of oom_search.PARTS.
+def memory(models=tuple(ALL), old=None):
+    """Peaks by length, in MiB of each of oom_search.PARTS; of other models what `old` has of them.
 
     curves: for each of settings() and more(), and each rank that may need most, [[tokens, *parts],
     ...]. steps: the same at the peak inside AdamW's step, which does not depend on the length, nor
     on what is recomputed; of it the optimizer's state is there during forward and backward, too.
     Of more() there is no curve where no GPU could bear that step.
-    Anew, without the journal, all this takes two hours of a laptop's core.
+    Anew, without the journal, all this takes hours of a laptop's core.
     """
     known = oom_search.read_journal(JOURNAL)
     for name in oom_search.PRELOAD:
         importlib.import_module(name)
-    curves, steps = {}, {}
+    kept = [old[kind] if old else {} for kind in ("curves", "steps")]
+    curves, steps = ({k: v for k, v in x.items() if k.split()[0] not in models} for x in kept)
     asked = [(setting, True) for setting in settings()] + [(setting, False) for setting in more()]
+    asked = [(setting, exact) for setting, exact in asked if setting[0] in models]
     for (model, strategy, world, recompute, loss), exact in tqdm(asked, desc="memory"):
         ranks = oom_search.ranks_to_try(strategy, world)
         ranks = ranks if exact else sorted({ranks[0], ranks[-1]})
@@ -80,9 +91,8 @@ def memory():
         if exact or max(map(sum, steps[key])) < MOST:
             curves[f"{key} {recompute} {loss}"] = [(curve if exact else few)(ask) for ask in own]
     gpus = {name: gib for name, (gib, capability) in oom_search.GPUS.items() if capability >= 8}
-    told = {"models": MODELS | LARGE, "gpus": gpus, "outside": oom_search.OUTSIDE}
-    told["exact"] = EXACT
-    told["sizes"] = {name: [x.layers, x.hidden] for name, x in load(LAB).MODELS.items()}
+    told = {"models": ALL, "gpus": gpus, "outside": oom_search.OUTSIDE, "exact": EXACT}
+    told["sizes"] = {name: [sizes(name).layers, sizes(name).hidden] for name in ALL}
     return told | {"parts": oom_search.PARTS, "curves": curves, "steps": steps}
 
 

@@ -30,16 +30,18 @@ def room(memory, gpu, strategy, P):
     return 1024 * (memory["gpus"][gpu] - memory["outside"][kind])
 
 
-def peak(memory, key, way, optimizer, length):
+def peak(memory, key, way, optimizer, length, microbatches=1):
     """(MiB, MiB of each part), of the rank and the half of the step that need most."""
-    state, found = memory["parts"].index("optimizer state"), []
-    steps = memory["steps"][key]
+    state, saved = map(memory["parts"].index, ("optimizer state", "saved activations"))
+    found, steps, P = [], memory["steps"][key], int(key.split(" ")[-1])
     if f"{key} {way}" not in memory["curves"]:  # no GPU could bear the optimizer's step alone
         return max((sum(step), step) for step in steps)
-    for curve, step in zip(memory["curves"][f"{key} {way}"], steps):
+    ranks = [0, P // 2, P - 1] if len(steps) > 2 else [0, P - 1]  # of a pipeline
+    for curve, step, rank in zip(memory["curves"][f"{key} {way}"], steps, ranks):
         after = sum(at < length for at, *_ in curve)
         (a, *low), (b, *high) = curve[max(0, min(after, len(curve) - 1) - 1) :][:2]
         parts = [x + (y - x) * (length - a) / (b - a) for x, y in zip(low, high)]
+        parts[saved] += further(memory, key, rank, microbatches, length)
         if optimizer == "adamw":
             parts[state] = step[state]
             found.append((sum(step), step))
@@ -47,20 +49,22 @@ def peak(memory, key, way, optimizer, length):
     return max(found)
 
 
-def further(memory, model, P, microbatches, length):
-    """MiB that a pipeline's first rank keeps of the microbatches in flight beside one."""
-    flight, (layers, hidden) = min(microbatches, P), memory["sizes"][model]
-    inputs = (flight - 1) * (-(-layers // P) + 1) + 1
-    return 2 * hidden * length * inputs / 2**20 if flight > 1 else 0
+def further(memory, key, rank, microbatches, length):
+    """MiB that a pipeline's rank keeps of the microbatches in flight beside one."""
+    model, strategy, *_, P = key.split(" ")
+    flight, (layers, hidden) = min(microbatches, int(P) - rank), memory["sizes"][model]
+    own = layers // int(P) + (rank < layers % int(P))
+    inputs = (flight - 1) * (own + 1) + 1
+    return 2 * hidden * length * inputs / 2**20 if strategy == "pp" and flight > 1 else 0
 
 
-def longest(memory, key, way="full chunked", optimizer="adamw", gpu="h100"):
+def longest(memory, key, way="full chunked", optimizer="adamw", gpu="h100", microbatches=1):
     """The longest sequence that fits, a multiple of 512; 0: not even 2,048 tokens."""
     _, strategy, *_, P = key.split(" ")
     limit, low, high = room(memory, gpu, strategy, int(P)), 3, 2**16
     while high - low > 1:
         middle = (low + high) // 2
-        fits = peak(memory, key, way, optimizer, 512 * middle)[0] <= limit
+        fits = peak(memory, key, way, optimizer, 512 * middle, microbatches)[0] <= limit
         low, high = (middle, high) if fits else (low, middle)
     return 512 * low if low > 3 else 0
 
@@ -183,18 +187,22 @@ def of_time(time, memory, texts):
         yield id, told | {"right": order[0], "share": [share[part] for part in order]}
     for id in ("t4", "t5"):
         model, P, length = texts[id]["fastest"]
-        seconds, gib, fit, names = {}, {}, set(), time["strategies"]
+        seconds, gib, fit, names, shares = {}, {}, set(), time["strategies"], {}
         for strategy, oom in time["memory"].items():
             name = " ".join(oom[:2]) if "--shard-weights" in oom else oom[0]
             if parts := parts_of(time, model, strategy, P, length, 16):
-                needs = peak(memory, f"{model} {name} {P}", "full chunked", "adamw", length)[0]
-                needs += further(memory, model, P, 16, length) if name == "pp" else 0
+                setting = f"{model} {name} {P}", "full chunked", "adamw", length, 16
+                needs, _ = peak(memory, *setting)
                 seconds[strategy], gib[strategy] = sum(parts.values()), needs / 1024
+                shares[strategy] = parts
                 fit |= {strategy} if needs <= room(memory, "h100", name, P) else set()
         right, fastest = (min(some, key=seconds.get) for some in (fit, seconds))
         why = {}
         for name in seconds:
-            why[name] = f"It takes {seconds[name]:,.0f} s; {names[right]} {seconds[right]:,.0f}."
+            apart = {part: x - shares[right][part] for part, x in shares[name].items()}
+            most = max(apart, key=apart.get)
+            two = [f"{seconds[x]:,.0f} s ({most} {shares[x][most]:,.0f} s)" for x in (name, right)]
+            why[name] = f"It takes {two[0]}, and {names[right]} {two[1]}."
             if name not in fit:
                 why[name] = f"It needs {gib[name]:,.0f} GiB a GPU: it does not fit."
         trap = f"{names[fastest]} would be faster, but needs {gib[fastest]:,.0f} GiB a GPU."

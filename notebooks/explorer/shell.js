@@ -289,18 +289,20 @@ function draw() {
   playing = null;
   const root = html("main", { "data-key": current.id });
   const course = current.course.map((name, i) => [i ? ", " : " In the course: ", linkTo(name)]);
-  root.append(html("div", { class: "lead" }, html("p", {}, current.lead, course, "."),
-    html("details", {}, html("summary", {}, "What is a rank?"), RANK, " More words: ", linkTo("glossary"), ".")));
+  const lead = html("div", { class: "lead" }, html("p", {}, current.lead, course, "."),
+    html("details", {}, html("summary", {}, "What is a rank?"), RANK, " More words: ", linkTo("glossary"), "."));
   const asked = questionPanel();
-  if (asked?.dataset.key === "score") root.replaceChildren();
+  const scored = asked?.dataset.key === "score";
+  if (!scored && !NARROW.matches) root.append(lead);
   if (asked) root.append(asked);
-  if (!covered() && asked?.dataset.key !== "score") {
+  if (!covered() && !scored) {
     const drawn = html("div");
     current.draw(drawn, state, set);
     const [side, stage] = [html("div", { class: "side" }), html("div", { class: "stage" })];
     for (const child of [...drawn.childNodes]) (child.matches(".controls, .words") ? side : stage).append(child);
     root.append(side, stage);
   }
+  if (!scored && NARROW.matches) root.append(lead); // below what is asked and shown, for the keyboard too
   morph(document.querySelector("main"), root);
   document.body.classList.toggle("plays", playing !== null);
   if (!playing) stop();
@@ -320,6 +322,8 @@ function show() {
   document.querySelector("#out").replaceChildren(
     html("a", { href: LINKS.home, target: "_top" }, "Home"), code ? html("a", { href: code, target: "_top" }, "Code") : "");
   draw();
+  if (goingOn) document.getElementById("ask")?.focus();
+  goingOn = false;
 }
 
 // Dark or light, as was chosen on the site, whose setting stands in localStorage; else as the system is
