@@ -424,10 +424,10 @@ def memory_settings(memory, seed, count):
     choose, presets = random.Random(seed), [key for key in memory["curves"] if "70b" not in key]
     while count:
         *key, recompute, loss = choose.choice(sorted(presets)).split(" ")
-        optimizer = choose.choice(["none", "adamw", "adamw-host"])
+        optimizer, M = choose.choice(["none", "adamw", "adamw-host"]), 1
+        if key[1] == "pp" and recompute == "full":
+            optimizer, M = choose.choice([(optimizer, 1), ("adamw", 4)])
         length = round(2 ** choose.uniform(11, 20) / 512) * 512
-        several = [key[1], recompute, optimizer] == ["pp", "full", "adamw"]
-        M = choose.choice([1, 4]) if several else 1
         setting = " ".join(key), recompute, loss, optimizer, length, M
         asked = setting[0], f"{recompute} {loss}", optimizer
         mib, _ = questions.peak(memory, *asked, length, M)
