@@ -461,7 +461,7 @@ def test_memory_is_predicted(maker, tmp_path, case):
 def test_memory_on_the_page(browser, maker):
     """Peak and longest length, of 20 settings, as from the page's data in Python."""
     with opened(browser, "memory&") as tab:
-        for setting, mib, gpu, longest in memory_settings(maker.embedded(PAGE)["memory"], 3, 20):
+        for setting, mib, gpu, longest in memory_settings(maker.embedded(PAGE)["memory"], 5, 20):
             key, recompute, loss, optimizer, length, M = setting
             model, strategy, *shard, world = key.split(" ")
             words = {"model": model, "gpu": gpu, "P": world, "length": length, "loss": loss}
