@@ -427,7 +427,9 @@ def memory_settings(memory, seed, count):
         optimizer, M = choose.choice(["none", "adamw", "adamw-host"]), 1
         if key[1] == "pp" and recompute == "full":
             optimizer, M = choose.choice([(optimizer, 1), ("adamw", 4)])
+        points = [at for at, *_ in memory["curves"][" ".join([*key, recompute, loss])][0]]
         length = round(2 ** choose.uniform(11, 20) / 512) * 512
+        length = choose.choice(points) if len(points) < 7 else length  # between few it is rough
         setting = " ".join(key), recompute, loss, optimizer, length, M
         asked = setting[0], f"{recompute} {loss}", optimizer
         mib, _ = questions.peak(memory, *asked, length, M)
@@ -453,8 +455,7 @@ def test_memory_is_predicted(maker, tmp_path, case):
     assert done.returncode == 0, done.stderr
     [row] = json.loads((tmp_path / "direct.json").read_text())["results"]
     direct = max(row["at"][0]["peak_memory_bytes"]) / 2**20
-    exact = M == 1 and (world in "248" or strategy == "plain")  # of others a few lengths are there
-    assert mib == approx(direct, rel=0.02 if exact else ROUGH), setting
+    assert mib == approx(direct, rel=0.02 if M == 1 else ROUGH), setting
 
 
 @pytest.mark.slow
