@@ -554,9 +554,8 @@ def test_what_fits_is_oom_searchs(browser, maker, name, strategy, gpus, length, 
     from experiments import plan
 
     [known] = plan.peak_memory([strategy], name, gpus, length, count, "h100").values()
-    with opened(
-        browser, f"time&{strategy}&model={name}&P={gpus}&length={length}&count={count}"
-    ) as tab:
+    state = f"time&{strategy}&model={name}&P={gpus}&length={length}&count={count}"
+    with opened(browser, state) as tab:
         shown = tab.locator(".words").inner_text()
     assert float(re.search(r"needs ([\d.]+) GiB", shown)[1]) * 2**30 == approx(
         known["peak_bytes"], rel=ROUGH
