@@ -24,7 +24,7 @@ PAGE = ROOT / "notebooks" / "explorer.html"
 VIEWS = ["layouts", "memory", "pipelines", "collectives", "time", "bugs"]
 SIZES = {"laptop": (1280, 800), "phone": (390, 844), "tablet": (800, 1000)}
 SIZES |= {"projector": (1920, 1080), "low": (844, 390)}
-ROUGH = 0.08  # how far memory is off where four lengths are predicted, or microbatches added
+ROUGH = 0.08  # how far memory is off where six lengths are predicted, or microbatches added
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking"]
 QUIET += ["--disable-component-update", "--disable-sync", "--no-first-run"]
 
