@@ -280,7 +280,7 @@ view({
       plain ? "Plain is Hugging Face's own model and loss on one GPU: all logits at once." : null,
       "One sequence, with PP one in each microbatch: by 1F1B a rank has at most P of them in flight, and keeps the layers' inputs of each (several: with layers recomputed and AdamW here).",
       "bfloat16, flash attention, of the rank that needs most; the T4 has no flash attention and is not among these GPUs. Lengths between predictions lie on straight lines,",
-      `which are off by ${100 * DATA.memory.exact}% at most where they were checked; of 70B, and of 1, 16 and 32 ranks, three lengths are predicted.`,
+      `which are off by ${100 * DATA.memory.exact}% at most where they were checked; of 70B, and of 1, 16 and 32 ranks, only six lengths are predicted: short sequences between them may be off by up to 40%.`,
       "Other batches, dtypes, models and numbers of ranks: with the options of",
     ];
     const [script, nproc] = [state.strategy, setting.P];

@@ -50,7 +50,7 @@ def settings():
 
 
 def more():
-    """And with three lengths only: all models on the other numbers of ranks from 1 to 32.
+    """And with six lengths only: all models on the other numbers of ranks from 1 to 32.
 
     On one rank all strategies are the same, up to some buffers.
     """
@@ -138,5 +138,6 @@ def curve(ask):
 
 
 def few(ask):
-    """The same with three lengths: what does not grow, and two slopes."""
-    return [[length, *ask(length)] for length in (SHORTEST, 2**16, 2**19)]
+    """The same with six lengths, which are a rank's tile on 1, 16 and 32 ranks, and others."""
+    lengths = SHORTEST, 2**14, 2**16, 2**18, 2**19, LONGEST
+    return [[length, *ask(length)] for length in lengths]
