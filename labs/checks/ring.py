@@ -41,29 +41,37 @@ def last_ranks(group):
 
 
 def check_pass_on(lab, group, seed):
+    """Two blocks, of which the second is begun before the first is awaited."""
     for uneven, (P, ring, aside) in itertools.product((False, True), last_ranks(group)):
         number, randn = draw_from(seed + P)
         rank, sizes = ring.rank(), [number(1, 9) if uneven else 5 for _ in range(P)]
-        blocks = [randn(2, size, 3).mT.contiguous().mT for size in sizes]
-        before = blocks[rank].clone()
+        kind = torch.bfloat16 if uneven else torch.float64
+        blocks = [randn(2, size, 3).mT.contiguous().mT.to(kind) for size in sizes]
+        given = blocks[rank], 2 * blocks[rank]
+        before = [x.clone() for x in given]
         if rank == 0 and P > 1:
             wait_for_others(aside)
         with Traffic() as traffic, noted_waits() as waits:
-            wait = lab.pass_on(blocks[rank], sizes[rank - 1], ring)
+            begun = [lab.pass_on(x, sizes[rank - 1], ring) for x in given]
             if rank > 0:
                 dist.monitored_barrier(aside)
-            kind = type(wait).__name__
-            expect(callable(wait), f"pass_on returns {kind}", "return the function that waits")
-            arrived = wait()
+            kind = type(begun[0]).__name__
+            expect(callable(begun[0]), f"pass_on returns {kind}", "return the function that waits")
+            arrived, second = (wait() for wait in begun)
         late = "call wait() on both: gloo forgives a transfer that is not awaited, NCCL does not"
-        transfers = 2 if P > 1 else 0
-        expect(len(waits) >= transfers, f"waits for {len(waits)} of 2 transfers", late)
+        transfers = 4 if P > 1 else 0
+        expect(len(waits) >= transfers, f"waits for {len(waits)} of 4 transfers", late)
+        kind = getattr(arrived, "dtype", type(arrived).__name__)
+        expect(kind == given[0].dtype, f"what arrived is {kind}", "a tensor of the dtype of x")
         hints = {"send to rank + 1, receive from rank - 1": blocks[(rank + 1) % P]}
         hints["this is what was sent: receive into a tensor of its own"] = blocks[rank]
         hint = "x goes to rank + 1; what arrives is rank - 1's x"
         expect_close("what arrived", arrived, blocks[rank - 1], 0, hints, hint)
-        expect_sent("pass_on", traffic, before.nbytes if P > 1 else 0, P > 1)
-        expect_same("x", blocks[rank : rank + 1], [before])
+        hint = "each call has messages and a tensor of its own"
+        expect_close("the second that arrived", second, 2 * blocks[rank - 1], 0, {}, hint)
+        nbytes, messages = (2 * before[0].nbytes, 2) if P > 1 else (0, 0)
+        expect_sent("pass_on, twice,", traffic, nbytes, messages)
+        expect_same("x", given, before)
         dist.barrier(ring)
     return f"1 to {group.size()} ranks, any length: from rank - 1 to rank + 1; begun, then awaited"
 

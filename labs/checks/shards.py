@@ -145,10 +145,11 @@ def check_cut(lab, group, seed):
         shape = tuple(chosen.randint(2, 6) for _ in range(chosen.randint(1, 3)))
         dim = chosen.randrange(len(shape))
         args = shape, dim, *sorted(chosen.sample(range(shape[dim] + 1), 2))
-        right, mine = fields(finished.cut(*args)), fields(lab.cut(*args))
+        what, right = f"cut{args}", fields(finished.cut(*args))
+        mine = tried(what, "return a Shard", fields, lab.cut(*args))
         if mine != right:
-            what = f"cut{args}: shape, offset, length, stride, count {mine}, not {right}"
-            raise Wrong(what, usual_hint(MISTAKES, finished.cut, args, mine, view=fields))
+            hint = usual_hint(MISTAKES, finished.cut, args, mine, view=fields)
+            raise Wrong(f"{what}: shape, offset, length, stride, count {mine}, not {right}", hint)
     for world in range(1, 7):
         shapes = [tuple(chosen.randint(1, 4) for _ in range(chosen.randint(0, 2))) for _ in "abcd"]
         for rank in range(world):
@@ -195,8 +196,8 @@ def check_owners(lab, group, seed):
         orders = [list(layout) for layout in layouts] == [list(layout) for layout in before]
         expect(orders, "owners() changes the layouts", "no pop(): they are save()'s")
         form = "{(name, Shard): one rank that holds it}"
-        same = isinstance(found, dict) and found.keys() == right.keys()
-        expect(same, f"{what}: owners() returns {found}", form)
+        all_there = isinstance(found, dict) and found.keys() == right.keys()
+        expect(all_there, f"{what}: owners() returns {found}", form)
         for (name, shard), rank in right.items():
             mine = found[name, shard]
             if mine != rank:
