@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from blame import default_group_refused
 from checks import compare
-from checks.compare import mistaken
+from checks.compare import expect_same, mistaken
 from checks.mesh import (
     AXES,
     IGNORE,
@@ -131,7 +131,7 @@ def check_loss_scale(lab, group, seed):
     groups = finished.make_groups(sizes, model.config)
     cut, (_, targets) = copy.deepcopy(model), random_batch(sizes, 2, seed)
     finished.parallelize(cut, groups)
-    targets = targets[:, :s]
+    targets, before = targets[:, :s], targets[:, :s].clone()
     hidden = drawn((*targets.shape, 32), "hidden", seed).requires_grad_()
     logits = F.linear(hidden, model.lm_head.weight.detach())
     right = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
@@ -142,6 +142,7 @@ def check_loss_scale(lab, group, seed):
     mine = hidden.detach()[rows, tokens].clone().requires_grad_()
     parts, means = microbatch_losses(lab, cut, mine, targets[rows], total, groups)
     parts.backward()
+    expect_same("targets", [targets], [before])
     whole = right.detach()
     hint = "a mean of the microbatches' means weights a target by how few others it has beside it"
     hints = {hint: means, f"{hint}; and they are added up undivided": 4 * means}

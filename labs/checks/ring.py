@@ -232,7 +232,7 @@ def check_ring_backward(lab, group, seed):
         own, following = case.held[rank], (rank + 1) % P
         leaves = [t[:, :, own].requires_grad_() for t in (case.q, case.k, case.v)]
         dout = case.dout[:, :, own]
-        before = dout.clone()
+        before = [t.detach().clone() for t in (*leaves, dout)]
         watch.begin([], [], torch.inf)  # this is the backward's check
         out = lab.ring_attention(*leaves, case.length, placement, ring)
         call, usual = finished.ring_backward, []
@@ -254,7 +254,7 @@ def check_ring_backward(lab, group, seed):
         nbytes = sum(block_bytes(case, r) * (1 + (r != following)) for r in range(P) if P > 1)
         messages = 2 * P - 1 if P > 1 else 0
         expect_sent(title, traffic, nbytes, messages, "P - 1 times K and V, P times their gradient")
-        expect_same("dout", [dout], [before])
+        expect_same("q, k, v or dout", [*leaves, dout], before)
         for wrong in watch.wrong:
             raise wrong
     seen = f"{2 * P - 1} sends, {nbytes} bytes"

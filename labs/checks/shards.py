@@ -70,7 +70,9 @@ def save_with(lab, folder, full, kind, world, backwards=False):
         tensors = {name: part_of(full[name], shard) for name, shard in layout.items()}
         # Shards of the lab's own class: only these are equal to those that it makes
         own = {name: lab.Shard(*vars(shard).values()) for name, shard in layout.items()}
+        given = list(own), list(tensors)
         lab.save(folder, tensors, own, group)
+        expect((list(own), list(tensors)) == given, "save() changes a dict", "it is the caller's")
         there = Path(folder, "index.json").exists()
         return finished.read_index(folder)["number"] if there else None
 
