@@ -179,6 +179,8 @@ MISTAKES = """
 held[rank], held[source]) -> held[rank], held[rank])  # positions are those of the keys' owner
 (rank - step) -> (rank + step)  # rank r has the keys of rank r - t: they travel to rank + 1
 pass_on(kv, -> pass_on(torch.stack([k, v]),  # send on the block that arrived, not the own one again
+kv = torch.stack([k, v]) -> kv = torch.stack([v, k])  # attend() takes K first, then V
+(rank - step) -> (rank - step - 1)  # in step 0 a rank has its own keys
 in range(P): -> in range(1):  # these are this rank's own keys only
 merge(out, lse, * -> (  # merge() each part with those before: this is the last alone
 merge() what attend() gives of each block, with the positions of its keys

@@ -1,6 +1,8 @@
-"""Labs 7 to 13: a usual mistake is a finished function with a part of its text changed; what lives.
+"""What labs 7 to 13 share: hints by usual mistakes, a call that may fail, memory that is alive.
 
-What a function with such a mistake gives is compared with what the learner's gives, for a hint.
+A usual mistake is a part of a finished function's text, and what stands there instead: what that
+gives is compared with what the learner's gives. Who changes a finished exercise changes its
+mistakes with it: mistaken() refuses a part that is not there.
 """
 
 import time
