@@ -142,7 +142,8 @@ a row for each op: its calls in all layers, embedding and head, and the bytes of
 def parts_of(name, result):
     """{part: number} of what a function returns; {} where it is nothing of the kind."""
     if name == "strategy_messages":
-        result = [x for x in result if isinstance(x, tuple | list) and len(x) == 3]
+        rows = result if isinstance(result, tuple | list) else ()
+        result = [row for row in rows if isinstance(row, tuple | list) and len(row) == 3]
         calls = {f"{op}'s calls": count for op, count, _ in result}
         return calls | {f"{op}'s bytes": float(size) for op, _, size in result}
     names = FORMS.get(name, "it").strip("(){}").split(", ")

@@ -84,7 +84,8 @@ def check_place(lab, sizes, ranks, place):
         hint = "tp counts fastest: its ranks are neighbours"
     expect(mine == right, f"coordinates of {where}: {mine}, not {right}", hint)
     for axis, name in enumerate(AXES):
-        mine = list(lab.group_ranks(rank, name, dict(sizes)))
+        ranks_of = lab.group_ranks(rank, name, dict(sizes))
+        mine = tried("group_ranks()", "return a list of ranks", list, ranks_of)
         line = ranks.movedim(axis, -1)[place[:axis] + place[axis + 1 :]].tolist()
         alike = ranks.select(axis, place[axis]).flatten().tolist()
         neighbours = (rank - place[axis] + torch.arange(ranks.shape[axis])).tolist()

@@ -123,7 +123,7 @@ def check_predict_memory(lab, group, seed):
         with torch.device("meta"):
             model = LlamaForCausalLM(config)
         right = [sum(p.numel() for p in unit) for unit in unit_parameters(model)]
-        found = list(lab.unit_sizes(config))
+        found = tried("unit_sizes()", "return a list", list, lab.unit_sizes(config))
         if found != right:
             hint = usual_hint(MISTAKES, finished.unit_sizes, (config,), found)
             raise Wrong(f"unit_sizes() is {found}, not {right}", hint)
