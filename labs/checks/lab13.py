@@ -8,8 +8,6 @@ layouts, state.py the checks of AdamW's state and of Hugging Face's files.
 import gc
 import itertools
 import json
-import math
-import random
 import shutil
 import tempfile
 import tracemalloc
@@ -19,11 +17,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from checks.compare import mistaken
 from checks.disk import Disk, Killed, counting
 from checks.memory import Alive
 from checks.shards import (
     LAYOUTS,
     SHAPES,
+    check_cut,
+    check_overlap,
+    check_owners,
     drawn,
     finished,
     layouts_of,
@@ -34,102 +36,8 @@ from checks.shards import (
     save_with,
 )
 from checks.state import check_export, check_optimizer
+from checks.usual import tried
 from harness import Wrong, expect
-
-
-def check_cut(lab, group, seed):
-    chosen = random.Random(seed)
-    for _ in range(60):
-        shape = tuple(chosen.randint(2, 6) for _ in range(chosen.randint(1, 3)))
-        dim = chosen.randrange(len(shape))
-        start, end = sorted(chosen.sample(range(shape[dim] + 1), 2))
-        right, found = finished.cut(shape, dim, start, end), lab.cut(shape, dim, start, end)
-        hint = "dim 1 of a matrix: a run in each row, as long as the columns, a row apart"
-        if dim == 0:
-            hint = "dim 0: one run, and of a matrix a row has as many numbers as it has columns"
-        if (start, end) == (0, shape[dim]):
-            hint = "who holds all of a tensor has whole(shape), however it was cut"
-        expect(found is not None, "cut() returns None")
-        mine = found.offset, found.length, found.stride, found.count
-        wanted = right.offset, right.length, right.stride, right.count
-        what = f"[{start}, {end}) of dim {dim} of {shape}: offset, length, stride, count"
-        expect(mine == wanted and found.shape == shape, f"{what} {mine}, not {wanted}", hint)
-    for world in range(1, 7):
-        shapes = [tuple(chosen.randint(1, 4) for _ in range(chosen.randint(0, 2))) for _ in "abcd"]
-        for rank in range(world):
-            found, right = (x.flat_cut(shapes, rank, world) for x in (lab, finished))
-            what = f"tensors {shapes}, rank {rank} of {world}"
-            expect(found is not None and len(found) == 4, f"{what}: {found}", "a pair a tensor")
-            for (mine, at), (wanted, right_at), shape in zip(found, right, shapes):
-                hint = (
-                    "from the flat vector's [rank c, rank c + c), c rounded up, to the tensor's own"
-                )
-                if mine and mine.offset + mine.length > math.prod(shape):
-                    hint = "padding, or the next tensor, is not a part of this one: end with it"
-                elif mine and at != right_at:
-                    hint = "at counts from where the rank's part of the vector begins"
-                right_one = (wanted, right_at) if wanted else (None, 0)
-                mine = (finished.Shard(*vars(mine).values()) if mine else None, at)
-                expect(mine == right_one, f"{what}: {mine} of {shape}, not {right_one}", hint)
-    return "rows, columns, blocks, flat parts: every run where it is in the full tensor"
-
-
-def check_overlap(lab, group, seed):
-    chosen, count = random.Random(seed), 0
-    for _ in range(200):
-        shape = chosen.randint(2, 6), chosen.randint(2, 6)
-        pair = []
-        for _ in "ab":
-            dim = chosen.randrange(2)
-            cut = finished.cut(shape, dim, *sorted(chosen.sample(range(shape[dim] + 1), 2)))
-            ends = sorted(chosen.sample(range(shape[0] * shape[1] + 1), 2))
-            pair.append(chosen.choice([cut, finished.Shard(shape, ends[0], ends[1] - ends[0])]))
-        found = lab.overlap(*pair)
-        expect(found is not None, "overlap() returns None", "yield")
-        found = list(found)
-        mine, theirs = ({n: i for i, n in enumerate(numbers_of(s).tolist())} for s in pair)
-        right = {(mine[n], theirs[n]) for n in mine.keys() & theirs.keys()}
-        pairs = [(i + k, j + k) for i, j, n in found for k in range(n)]
-        what = f"{pair[0]} and {pair[1]}"
-        hint = "positions are in the ranks' own tensors: a run behind another, without the gaps"
-        if len(pairs) < len(right):
-            hint = "when the earlier of two runs ends, go on with the next of that tensor alone"
-        least = min((n for *_, n in found), default=1)
-        expect(least > 0, f"{what}: {least} numbers", "runs that share nothing: nothing to yield")
-        expect(set(pairs) == right and len(pairs) == len(right), f"{what}: {found}", hint)
-        most = len(list(finished.overlap(*pair)))
-        hint = "runs, not single numbers: a read each"
-        expect(len(found) <= most, f"{what}: {len(found)} reads, {most} would do", hint)
-        count += len(found)
-    return f"200 pairs of shards, {count} runs in common"
-
-
-def check_owners(lab, group, seed):
-    for kind, world in LAYOUTS:
-        layouts, before = (layouts_of(kind, SHAPES, world) for _ in "ab")
-        found, right = lab.owners(layouts), finished.owners(before)
-        expect(layouts == before, "owners() changes the layouts", "no pop(): they are save()'s")
-        what = f"{kind} on {world} ranks"
-        expect(isinstance(found, dict), f"{what}: owners() returns {type(found).__name__}")
-        for (name, shard), rank in right.items():
-            mine = found.get((name, shard))
-            known = isinstance(mine, int) and shard == layouts[mine].get(name)
-            expect(known, f"{what}: {mine} saves {shard} of {name}", "one rank that holds it")
-            hint = "fewest holders first; each to the holder with the fewest numbers so far"
-            expect(mine == rank, f"{what}: rank {mine} saves {name}, not {rank}", hint)
-        expect(len(found) == len(right), f"{what}: {len(found)} pieces, not {len(right)}")
-    hole, twice = layouts_of("tp", SHAPES, 3), layouts_of("tp", SHAPES, 3)
-    del hole[1]["o"]
-    twice[0]["o"] = finished.whole(SHAPES["o"])
-    for layouts, what in (hole, "a part of o on no rank"), (twice, "parts of o twice"):
-        hint = "add up the numbers of a tensor's pieces: they are those of its full shape"
-        try:
-            lab.owners(layouts)
-        except lab.CheckpointError as problem:
-            expect("o" in str(problem).split(":")[0].split(), f"{what}: {problem}", "name it")
-        else:
-            raise Wrong(f"{what} is accepted", hint)
-    return "every number has one owner, replicas are dealt out, a hole is refused"
 
 
 def check_write(lab, group, seed):
@@ -151,8 +59,21 @@ def check_write(lab, group, seed):
         data = path.read_bytes()
         disk.lose_power()
         kept = path.read_bytes() if path.exists() else b""
+        path.write_bytes(b"what a save that was killed has left")
+        lab.write_tensors(path, kinds, full.get)
+        again = path.read_bytes()
+    size = expect_file(data, found if isinstance(found, dict) else {}, full, kinds)
+    once = max(most) <= 2 and len(most) == len(full)
+    expect(once, "tensors are made at once, or twice", "get(name) when it is its turn")
+    expect(again == data, "behind an older file's bytes", 'open(path, "wb") begins anew')
+    hint = "flush, os.fsync(file.fileno()) before it is closed; sync_folder(parent) for its name"
+    expect(kept == data, "a power failure behind it leaves no whole file", hint)
+    return f"a header of {size} bytes, {len(data)} in all, one tensor at a time, on the disk"
+
+
+def expect_file(data, found, full, kinds):
+    """Raise Wrong unless a file has full {name: tensor}, and found says so; the header's bytes."""
     size, header = header_of(data)
-    found = found if isinstance(found, dict) else {}
     expect(list(header) == list(full), f"the header has {list(header)}, not {list(full)}")
     end, hint = 0, "data_offsets count bytes from behind the header: [begin, end] of each"
     for name, x in full.items():
@@ -167,10 +88,7 @@ def check_write(lab, group, seed):
     for key, value in right.items():
         hint = {"at": "from the file's start: with 8, and the header"}.get(key, "of all the file")
         expect(found.get(key) == value, f"{key}: {found.get(key)}, not {value}", hint)
-    expect(max(most) <= 2, "all tensors are there at once", "get(name) when it is its turn")
-    hint = "flush, os.fsync(file.fileno()) before it is closed; sync_folder(parent) for its name"
-    expect(kept == data, "a power failure behind it leaves no whole file", hint)
-    return f"a header of {size} bytes, {end} bytes of numbers, one tensor at a time, on the disk"
+    return size
 
 
 def header_of(data):
@@ -197,7 +115,8 @@ def check_save(lab, group, seed):
             values = (old, new)[i % 2]
             seen = save_with(lab, first, values, kind, world, backwards=True)
             what = f"save() from {kind} on {world} ranks"
-            expect(same(read_full(first), values), f"{what}: other numbers come back")
+            hint = "make_index() of what every rank wrote, by rank; kinds has a rank's own shapes"
+            expect(same(read_full(first), values), f"{what}: other numbers come back", hint)
             index, files = finished.read_index(first), list(first.glob("save*"))
             pieces = [x for saved in index["tensors"].values() for x in saved["pieces"]]
             count = sum(piece["runs"][1] * piece["runs"][3] for piece in pieces)
@@ -242,6 +161,8 @@ def stop_at(lab, first, second, old, new, stop, what):
             f"{after}: neither checkpoint is whole ({Path(str(text)).name})", hint
         ) from None
     expect(same(found, old) or same(found, new), f"{after}: a mixture of old and new", hint)
+    commits = disk.log.count("index.json is replaced")
+    expect(commits <= 1, f"{commits} ranks commit", "rank 0 alone, when all files are there")
     expect(stop is not None or same(found, new), "save() returns, and the old one is there", hint)
     return disk.events
 
@@ -249,7 +170,8 @@ def stop_at(lab, first, second, old, new, stop, what):
 def check_fill(lab, group, seed):
     large = SHAPES | {f"layer{i}": (64, 64) for i in range(12)}
     full, size = drawn(seed, large), 0
-    hint = "n numbers from the piece's j-th to this tensor's i-th, each of itemsize bytes"
+    hint = "of each piece: n numbers, from its j-th behind `at` to this tensor's i-th, each of "
+    hint += "itemsize bytes"
     with tempfile.TemporaryDirectory() as folder:
         for (kind, world), (to, count) in itertools.product(LAYOUTS, LAYOUTS):
             if (kind, world) == (to, count):
@@ -263,13 +185,16 @@ def check_fill(lab, group, seed):
                     n: torch.full((len(numbers_of(s)),), torch.nan, dtype=full[n].dtype)
                     for n, s in layout.items()
                 }
-                what = f"{kind} on {world} ranks to {to} on {count}, rank {rank}"
+                what, given = (
+                    f"{kind} on {world} ranks to {to} on {count}, rank {rank}",
+                    tensors.copy(),
+                )
                 tracemalloc.start()
                 with counting() as read, Alive() as alive:
-                    lab.fill(folder, index, tensors, layout)
+                    tried(what, hint, lab.fill, folder, index, tensors, layout)
                 peak = alive.peak + tracemalloc.get_traced_memory()[1]
                 tracemalloc.stop()
-                for name, x in tensors.items():
+                for name, x in given.items():
                     right = torch.equal(x, part_of(full[name], layout[name]))
                     expect(right, f"{what}: {name} has other numbers", hint)
                 own = sum(x.nbytes for x in tensors.values())
@@ -282,7 +207,7 @@ def check_fill(lab, group, seed):
 
 
 def check_verify(lab, group, seed):
-    full, lab.BLOCK = drawn(seed, SHAPES), 256
+    full = drawn(seed, SHAPES)
     with tempfile.TemporaryDirectory() as folder:
         save_with(finished, folder, full, "tp", 2)
         index = finished.read_index(folder)
@@ -290,25 +215,29 @@ def check_verify(lab, group, seed):
         data, foreign = path.read_bytes(), other.read_bytes()
         middle = len(data) // 2
         flipped = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+        fine = "crc32 goes on from block to block, until read() brings nothing"
         cases = {
-            "as it was saved": (data, None, ""),
+            "as it was saved": (data, None, fine),
             "missing": (None, path, "Path(path).is_file()"),
             "cut short": (data[:-3], path, 'its size is not index["files"][name]["bytes"]'),
             "one bit flipped": (flipped, path, "zlib.crc32 of all blocks, each from that before"),
             "another rank's": (foreign, path, "size and crc32 are in the index"),
         }
-        for what, (bytes_now, named, hint) in cases.items():
+        sizes = 256, len(data), len(data) - 1  # the last block is full, or one byte
+        for (what, case), lab.BLOCK in itertools.product(cases.items(), sizes):
+            bytes_now, named, hint = case
             path.unlink(missing_ok=True)
             if bytes_now is not None:
                 path.write_bytes(bytes_now)
+            title, returned = f"a file that is {what}", f"return a line, or None; {hint}"
+            files = [path.name, other.name][:: 1 if lab.BLOCK == 256 else -1]
             with counting() as read:
-                found = lab.damage(folder, index, list(index["files"]))
-            if named is None:
-                expect(found is None, f"a file that is fine: {found}", "None")
-            else:
-                known = isinstance(found, str) and str(path) in found and "\n" not in found
-                expect(known, f"a file that is {what}: {found}", hint)
-            expect(read.most <= 256, f"{read.most} bytes at once", "blocks of BLOCK bytes")
+                found = tried(title, returned, lab.damage, folder, index, files)
+            known = isinstance(found, str) and str(path) in found and "\n" not in found
+            expect(known if named else found is None, f"{title}: {found}", hint)
+            expect(read.most <= lab.BLOCK, f"{read.most} bytes at once", "blocks of BLOCK bytes")
+            found = tried(title, returned, lab.damage, folder, index, [other.name])
+            expect(found is None, f"another file was asked for: {found}", "look at `files` alone")
     check_mismatch(lab, index, full)
     return "missing, short, damaged, foreign: the file; a name, shape or dtype that does not fit"
 
@@ -317,18 +246,21 @@ def check_mismatch(lab, index, full):
     """What fits is None, what does not is named."""
     layout = layouts_of("tp", SHAPES, 2)[0]
     tensors = {name: part_of(full[name], shard) for name, shard in layout.items()}
-    expect(lab.mismatch(index, tensors, layout) is None, "mismatch() of what fits is not None")
     wider = layout | {"q": finished.cut((12, 4), 0, 0, 3)}
     cases = [
+        (None, tensors, layout),
         ("more", tensors | {"more": full["norm"]}, layout | {"more": layout["norm"]}),
         ("q", tensors, wider),  # a rank's part has the same size
         ("o", tensors | {"o": tensors["o"].float()}, layout),
     ]
     for name, mine, where in cases:
-        found = lab.mismatch(index, mine, where)
         hint = "its name, full shape and dtype: is each what the index has?"
-        known = isinstance(found, str) and name in found.replace(":", " ").split()
-        expect(known, f"{name} does not fit, and mismatch() gives {found}", hint)
+        if name is None:
+            hint = "the full shape is shard.shape, a tuple; the index has shapes as lists"
+        found = tried(f"mismatch() of {name}", hint, lab.mismatch, index, mine, where)
+        known = isinstance(found, str) and name and name in found.replace(":", " ").split()
+        what = f"{name} does not fit" if name else "all fits"
+        expect(known or found is name, f"{what}, and mismatch() gives {found}", hint)
 
 
 CHECKS = {
@@ -346,16 +278,7 @@ CHECKS = {
 
 def padding_saved(lab):
     """A rank's flat shard counts as the last tensor's to its end: the padding is saved, too."""
-    right = lab.flat_cut
-
-    def flat_cut(shapes, rank, world):
-        *found, (shard, at) = right(shapes, rank, world)
-        size = -(-sum(map(math.prod, shapes)) // world)
-        if shard:
-            shard = lab.dataclasses.replace(shard, length=size - at)
-        return [*found, (shard, at)]
-
-    lab.flat_cut = flat_cut
+    lab.flat_cut = mistaken(finished.flat_cut, ("min(end, mine + size)", "mine + size"))
 
 
 def rename_without_fsync(lab):

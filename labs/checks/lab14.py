@@ -9,7 +9,7 @@ import random
 
 import torch
 import torch.distributed as dist
-from checks.compare import close, drawn
+from checks.compare import attempt, close, drawn
 from checks.documents import (
     END,
     IGNORE,
@@ -47,7 +47,6 @@ from checks.packed import (
     ring_cases,
     watch,
 )
-from checks.zero import attempt
 from harness import Traffic, expect
 
 split = finished.split

@@ -9,31 +9,83 @@ import math
 
 import torch
 from checks import ring
-from checks.compare import expect_same
+from checks.compare import expect_same, mistaken
 from checks.ring import (
-    AHEAD,
     CONTIGUOUS,
     EXACT,
     PLACEMENTS,
     TILE,
-    ZIGZAG,
     draw_from,
+    finished,
     positions,
     split,
     tiles,
 )
-from harness import expect, expect_close
+from checks.usual import close_or_usual, tried, usual_hint
+from harness import Wrong, expect, expect_close
 from torch.utils.flop_counter import FlopCounterMode
 
+SUBGROUP = True  # the group is not the world, and has other rank numbers
+MISTAKES = """
+== positions
+2 * world - 1 - rank -> world + rank  # 2P - 1 - r counts from the end
+2 * world - 1 - rank -> 2 * world - rank  # the last chunk is number 2P - 1
+[early, late] -> [late, early]  # in ascending order: the early chunk first
+torch.cat([early, late]) -> torch.arange(rank, length, world)  # tokens in turn: deal 2P chunks
+2 * world -> world  # zigzag cuts 2P chunks, of which a rank holds two
+placement == CONTIGUOUS -> True  # zigzag: chunks r and 2P - 1 - r
+contiguous: split(length, rank, world); zigzag: chunks r and 2P - 1 - r of 2P, ascending
+== work
+(rank - step) -> (rank + step)  # rank r has the keys of rank r - t: they travel to rank + 1
+pairs[rank, step] -> pairs[step, rank]  # this is [step, rank]
+pairs[rank, step] -> pairs[rank, (rank - step) % world]  # this is [rank, whose keys]
+, right=True ->  # a query sees its own key too
+True).sum() -> True).numel() * len(keys)  # a query sees no key of its future
+of each query the keys up to its position, whichever rank holds them
+== attend
+None].clamp(min=torch.finfo(s.dtype).min) -> None]  # inf - inf where no key is seen
+(s - finite).exp() -> s.exp()  # divide by the sum of exp(scores)
+s.logsumexp(-1) -> s.exp().sum(-1)  # the log of the sum, not the sum
+s.logsumexp(-1) -> s.amax(-1)  # the sum of exp(scores), not the largest score
+= scores( -> = q.shape[-1] ** -0.5 * scores(  # scores() has divided by sqrt(d)
+out[..., rows, :] is the softmax times v, lse[..., rows] the log of the sum of exp(scores)
+== merge
+finite = lse.clamp(min=torch.finfo(lse.dtype).min) -> finite = lse  # inf - inf where no key is seen
+torch.logaddexp(lse1, lse2) -> (lse1.exp() + lse2.exp()).log()  # exp(lse): take a peak off first
+out = ( -> out = (out1 + out2) / 2; (  # a part counts by exp(its lse - lse)
+out = ( -> out = out1 + out2; (  # each is a mean: it counts by exp(its lse - lse)
+return out, -> return out1 + out2 - out,  # the weights are exchanged
+- finite ->  # divide by exp(lse), the sum over both sets
+finite = lse -> finite = torch.maximum(lse1, lse2)  # divide by exp(lse), the sum over both sets
+logaddexp -> maximum  # log of the sum of both, not the larger one
+logaddexp -> add  # log of the sum of both, not the sum of logs
+out: each part counts by exp(its lse - lse), at most 1; lse: log of the sum of both
+== attend_backward
+- lse[..., rows, None]) -> ).log_softmax(-1).nan_to_num(-1e9)  # p is of the whole softmax
+- lse[..., rows, None]).exp() -> - lse[..., rows, None])  # p = exp(scores - lse)
+.sum(2) -> [:, :, 0]  # a KV head sums over the g heads that read it
+.sum(2) -> .mean(2)  # a KV head sums over the g heads that read it
+keys, :] += -> keys, :] =  # a key is in many tiles: add to what is there
+/ math.sqrt(q.shape[-1]) ->  # scores were divided by sqrt(d)
+@ q_tile) -> @ q_tile / math.sqrt(q.shape[-1]))  # ds is divided by sqrt(d) already
+ds @ k_seen -> math.sqrt(q.shape[-1]) * ds @ k_seen  # scores were divided by sqrt(d)
+- delta[..., rows, None] ->  # take delta off
+- delta -> + delta  # take delta off
+ds = p * -> ds =  # ds = p (dout v^T - delta)
+(p.mT @ do_tile) -> (ds.mT @ do_tile)  # dv = p^T dout
+dv = p^T dout, ds = p (dout v^T - delta) / sqrt(d), dq = ds k, dk = ds^T q, of this tile's rows
+"""
 
-def expect_finite(name, x):
-    hint = "exp() of a large lse, or inf - inf where no key is seen"
-    expect(x.isfinite().all(), f"{name} is not finite", hint)
 
-
-def expect_unseen(lse):
-    found = f"lse is {lse.max():g} where no key is seen"
-    expect((lse == -torch.inf).all(), found, "the log of no exp(score) at all: minus infinity")
+def expect_lse(mine, right, *usual):
+    """Raise Wrong unless lse is right, and minus infinity where no key is seen."""
+    expect(mine.shape == right.shape, f"lse has shape {tuple(mine.shape)}", "as lse was given")
+    unseen = mine[right.isinf()]
+    found = f"lse is {unseen.max():g} where no key is seen"
+    hint = "the log of no exp(score) at all: minus infinity"
+    finite = (x.masked_fill(right.isinf(), 0) for x in (mine, right))
+    close_or_usual("lse", *finite, *usual, 1)
+    expect((unseen == -torch.inf).all(), found, hint)
 
 
 def check_positions(lab, group, seed):
@@ -42,43 +94,33 @@ def check_positions(lab, group, seed):
         more = number(0, 2 * world)  # and as many tokens as chunks, or fewer
         length = 2 * world * number(2, 9) + more if least else 2 * world - more // 2
         chunks = [list(range(*split(length, i, 2 * world))) for i in range(2 * world)]
-        for rank in range(world):
-            right = list(range(*split(length, rank, world)))
-            mine = lab.positions(length, rank, world, CONTIGUOUS).tolist()
-            hint = "split(length, rank, world), whole"
-            expect(mine == right, f"contiguous: rank {rank} of {world} holds {mine}", hint)
-            mine = lab.positions(length, rank, world, ZIGZAG).tolist()
-            known = {"2P - 1 - r counts from the end": chunks[rank] + chunks[rank + world]}
-            known |= {"the last chunk is number 2P - 1": chunks[rank] + chunks[-rank]}
-            known["in ascending order: the early chunk first"] = chunks[-1 - rank] + chunks[rank]
-            known["single tokens in turn: deal 2P chunks"] = list(range(rank, length, world))
-            hints = [text for text, wrong in known.items() if wrong == mine]
-            hint = hints[0] if hints else "chunks r and 2P - 1 - r"
+        for rank, placement in itertools.product(range(world), PLACEMENTS):
+            args = length, rank, world, placement
             right = chunks[rank] + chunks[-1 - rank]
-            expect(mine == right, f"zigzag: rank {rank} of {world} holds {mine}", hint)
+            if placement == CONTIGUOUS:
+                right = list(range(*split(length, rank, world)))
+            mine = lab.positions(*args)
+            kind = type(mine).__name__
+            expect(isinstance(mine, torch.Tensor), f"positions() is {kind}", "return a tensor (n,)")
+            if mine.tolist() != right:
+                hint = usual_hint(MISTAKES, finished.positions, args, mine)
+                raise Wrong(f"{placement}: rank {rank} of {world} holds {mine.tolist()}", hint)
     return f"1 to 7 ranks, the last of {length} tokens: each token once"
 
 
 def check_work(lab, group, seed):
     number, _ = draw_from(seed)
-    for world, placement in ((w, p) for w in (1, 2, 3, 4) for p in PLACEMENTS):
-        length = 2 * world * number(3, 9) + number(0, 2 * world)
-        held = [positions(length, rank, world, placement) for rank in range(world)]
-        met = torch.tensor([[int((k <= q[:, None]).sum()) for k in held] for q in held]).double()
-        size = torch.tensor([len(h) for h in held])
+    for world, placement in itertools.product((1, 2, 3, 4), PLACEMENTS):
+        args = 2 * world * number(3, 9) + number(0, 2 * world), world, placement
+        held = [positions(args[0], rank, world, placement) for rank in range(world)]
+        met = torch.tensor([[int((k <= q[:, None]).sum()) for k in held] for q in held])
         r, t = torch.arange(world)[:, None], torch.arange(world)
-        right = met[r, (r - t) % world]
-        own = torch.zeros(world, world, dtype=torch.double)
-        own[:, 0] = size
-        hints = {AHEAD: met[r, (r + t) % world], "this is [step, rank]": right.mT}
-        hints["this is [rank, whose keys]"] = met
-        hints["a query sees no key of its future"] = (size[r] * size[(r - t) % world]).double()
-        hints["a query sees its own key too"] = right - own
-        mine = lab.work(length, world, placement)
-        name = f"work of {world} ranks, {placement}"
+        mine, name = lab.work(*args), f"work of {world} ranks, {placement}"
         kind = type(mine).__name__
         expect(isinstance(mine, torch.Tensor), f"{name} is a {kind}", "return a (P, P) tensor")
-        expect_close(name, mine.double(), right, 0, hints)
+        if mine.tolist() != met[r, (r - t) % world].tolist():
+            hint = usual_hint(MISTAKES, finished.work, args, mine)
+            raise Wrong(f"{name} is {mine.tolist()}", hint)
     ranks = [lab.work(4096, 4, placement).sum(1) for placement in PLACEMENTS]
     spread = [(pairs.max() / pairs.min().clamp(min=1)).item() for pairs in ranks]
     contiguous, zigzag = (f"{x:.3g}" for x in spread)
@@ -115,25 +157,25 @@ def pairs_in_tiles(q_pos, k_pos):
 def check_attend(lab, group, seed):
     q_pos, k_pos, q, ks, vs, _ = draw_parts(seed)
     worst = 0
-    for k, v, pos in zip(ks, vs, k_pos):
-        given = [t.clone() for t in (q, k, v)]
+    for size, (k, v, pos) in itertools.product((1, 1000), zip(ks, vs, k_pos)):
+        large = q * size  # exp(score) would not be finite
+        given = [t.clone() for t in (large, k, v)]
         with FlopCounterMode(display=False) as counter:
             out, lse = lab.attend(*given, q_pos, pos)
+        expect_same("q, k or v", given, (large, k, v))
         counted, pairs = counter.get_total_flops(), pairs_in_tiles(q_pos, pos)
         least = 4 * q[..., 0, :].numel() * pairs  # 2 matmuls of multiply and add
         hint = "multiply only keys that are seen"
         expect(counted <= least, f"{counted} operations; {least} do", hint)
-        right_out, right_lse, s = softmax_attention(q, k, v, q_pos, pos)
-        expect_finite("out", out)
-        hints = {"divide by the sum of exp(scores)": s.exp() @ v[:, :, None]}
-        worst = max(worst, expect_close("out", out, right_out, EXACT, hints))
-        seen = right_lse.isfinite()
-        hints = {"the log of the sum, not the sum": s.exp().sum(-1)[seen]}
-        hints["the sum of exp(scores), not the largest score"] = s.amax(-1)[seen]
-        expect_close("lse", lse[seen], right_lse[seen], EXACT, hints)
-        expect_unseen(lse[~seen])
-        expect_same("q, k or v", given, (q, k, v))
-    none = (~seen).sum()
+        right_out, right_lse, _ = softmax_attention(large, k, v, q_pos, pos)
+        args = large, k, v, q_pos, pos
+        usual = MISTAKES, finished.attend, args
+        hint = "exp() of a large score is infinite: take the largest, or lse, off first"
+        expect(size == 1 or out.isfinite().all(), "out of large scores is not finite", hint)
+        error = close_or_usual("out", out, right_out, *usual, 0)
+        expect_lse(lse, right_lse, *usual)
+        worst = max(worst, error)
+    none = right_lse.isinf().sum()
     return f"out, lse as of softmax, off by {worst:.0e}; {none} queries see no key: 0, -inf"
 
 
@@ -143,23 +185,14 @@ def check_merge(lab, group, seed):
     right, right_lse, _ = softmax_attention(q, *whole)
     parts = [softmax_attention(q, k, v, q_pos, p)[:2] for k, v, p in zip(ks, vs, k_pos)]
     (out1, lse1), (out2, lse2) = parts
-    seen = right_lse.isfinite()
     for shift in 0, 2000, -2000:  # exp(lse) would not be finite, or zero
-        given = [out1, lse1 + shift, out2, lse2 + shift]
-        before = [t.clone() for t in given]
-        out, lse = lab.merge(*given)
-        expect_finite("out", out)
-        share = torch.sigmoid(lse1 - lse2).nan_to_num(0)[..., None]
-        hints = {"a part counts by exp(its lse - lse)": (out1 + out2) / 2}
-        hints["each is a mean: it counts by exp(its lse - lse)"] = out1 + out2
-        hints["the weights are exchanged"] = (1 - share) * out1 + share * out2
-        hints["exp(lse) is infinite: take the larger lse off first"] = torch.zeros_like(right)
-        error = expect_close("out", out, right, EXACT, hints)
-        hints = {"log of the sum of both, not the larger one": torch.maximum(lse1, lse2)[seen]}
-        hints["log of the sum of both, not the sum of logs"] = (lse1 + lse2)[seen] + shift
-        expect_close("lse", lse[seen] - shift, right_lse[seen], EXACT, hints)
-        expect_unseen(lse[~seen])
-        expect_same("out or lse", given, before)
+        args = out1, lse1 + shift, out2, lse2 + shift
+        given, usual = [t.clone() for t in args], (MISTAKES, finished.merge, args)
+        out, lse = tried("merge()", "return (out, lse)", tuple, lab.merge(*given))
+        expect_same("out or lse", given, args)
+        expect(out.shape == out1.shape, f"out has shape {tuple(out.shape)}", "return (out, lse)")
+        error = close_or_usual("out", out, right, *usual, 0)
+        expect_lse(lse, right_lse + shift, *usual)
     return f"two parts are the whole, off by {error:.0e}, with lse near 2000 too"
 
 
@@ -171,34 +204,20 @@ def check_attend_backward(lab, group, seed):
     q, dout, out = (t[..., 1:, :] for t in (q, dout, out))
     q_pos, lse = q_pos[1:], lse[..., 1:].detach()
     out.backward(dout)
-    delta = (dout * out.detach()).sum(-1)
-    dq, worst, root = 0, 0, math.sqrt(q.shape[-1])
-    shares = (leaf.grad.chunk(2, 2) for leaf in leaves[1:])
-    for k, v, pos, dk, dv in zip(ks, vs, k_pos, *shares):
-        given = q, k, v, dout, lse, delta
-        before = [t.clone() for t in given]
-        mine = lab.attend_backward(*given, q_pos, pos)
-        expect_same("an argument", given, before)
-        _, part_lse, s = softmax_attention(q, k, v, q_pos, pos)
-        own = (s - part_lse[..., None]).exp().nan_to_num(0)  # the softmax over this part alone
-        p, dp = (s - lse[..., None]).exp(), dout @ v.mT[:, :, None]
-        ds, last = p * (dp - delta[..., None]), [*tiles(q_pos, pos)][-1][0]  # its queries
-        whole = "p is of the whole softmax: exp(scores - lse), lse as given"
-        heads = "a KV head sums over the g heads that read it"
-        tile = "a key is in many tiles: add to what is there"
-        hints = {whole: (own.mT @ dout).sum(2), heads: (p.mT @ dout)[:, :, 0]}
-        hints[tile] = (p[..., last, :].mT @ dout[..., last, :]).sum(2)
-        worst = max(worst, expect_close("dv", mine[2], dv, EXACT, hints))
-        hints = {"scores were divided by sqrt(d)": dk * root, heads: (ds.mT @ q)[:, :, 0] / root}
-        hints["take delta off"] = ((p * dp).mT @ q).sum(2) / root
-        hints[tile] = (ds[..., last, :].mT @ q[..., last, :]).sum(2) / root
-        hints[whole] = ((own * (dp - delta[..., None])).mT @ q).sum(2) / root
-        worst = max(worst, expect_close("dk", mine[1], dk, EXACT, hints))
-        dq = dq + mine[0]
-    right = leaves[0].grad[..., 1:, :]
-    hints = {"scores were divided by sqrt(d)": right * root}
-    worst = max(worst, expect_close("dq, summed over the parts", dq, right, EXACT, hints))
-    return f"dq, dk, dv of two parts as autograd's of the whole, off by {worst:.0e}"
+    delta, usual = (dout * out.detach()).sum(-1), (MISTAKES, finished.attend_backward)
+    calls = [(q, k, v, dout, lse, delta, q_pos, pos) for k, v, pos in zip(ks, vs, k_pos)]
+    mine, shares = [], [leaf.grad.chunk(2, 2) for leaf in leaves[1:]]
+    for part, args in enumerate(calls):
+        given = [t.clone() for t in args]
+        mine.append(lab.attend_backward(*given))
+        expect_same("an argument", given, args)
+        for i in 2, 1:
+            right, name = shares[i - 1][part], ("dq", "dk", "dv")[i]
+            close_or_usual(name, mine[-1][i], right, *usual, args, i)
+    right, dq = leaves[0].grad[..., 1:, :], mine[0][0] + mine[1][0]
+    hint = usual_hint(*usual, calls[0], mine[0][0], 0)
+    error = expect_close("dq, summed over the parts", dq, right, EXACT, hint=hint)
+    return f"dq, dk, dv of two parts as autograd's of the whole, dq off by {error:.0e}"
 
 
 CHECKS = {
@@ -218,36 +237,18 @@ CHECKS = {
 
 def zigzag_from_the_middle(lab):
     """Rank r holds chunks r and P + r: every result is right, the load is not."""
-    right = lab.positions
-
-    def positions(length, rank, world, placement):
-        chunks = torch.arange(length).tensor_split(2 * world)
-        zigzag = torch.cat([chunks[rank], chunks[world + rank]])
-        return zigzag if placement == ZIGZAG else right(length, rank, world, placement)
-
-    lab.positions = positions
+    lab.positions = mistaken(finished.positions, ("2 * world - 1 - rank", "world + rank"))
 
 
 def no_peak(lab):
     """lse is put together without taking a peak off: exp() overflows."""
-
-    def merge(out1, lse1, out2, lse2):
-        lse = (lse1.exp() + lse2.exp()).log()
-        share1, share2 = ((part - lse).exp()[..., None] for part in (lse1, lse2))
-        return share1 * out1 + share2 * out2, lse
-
-    lab.merge = merge
+    peakless = "(lse1.exp() + lse2.exp()).log()"
+    lab.merge = mistaken(finished.merge, ("torch.logaddexp(lse1, lse2)", peakless))
 
 
 def waits_at_once(lab):
     """pass_on waits before it returns: nothing travels while the rank computes."""
-    right = lab.pass_on
-
-    def pass_on(x, length, group):
-        arrived = right(x, length, group)()
-        return lambda: arrived
-
-    lab.pass_on = pass_on
+    lab.pass_on = mistaken(finished.pass_on, ("return wait", "wait(); return wait"))
 
 
 BUGS = [zigzag_from_the_middle, no_peak, waits_at_once]

@@ -7,11 +7,15 @@ function each.
 import copy
 import itertools
 import math
+import random
 import zlib
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from blame import default_group_refused
+from checks import compare
+from checks.compare import expect_same, mistaken
 from checks.mesh import (
     AXES,
     IGNORE,
@@ -28,7 +32,8 @@ from checks.mesh import (
     tiny_model,
     usual_norms,
 )
-from harness import Traffic, expect, expect_close
+from checks.usual import section, tried, usual_results
+from harness import Traffic, Wrong, expect, expect_close
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -36,6 +41,15 @@ CUBE = {"dp": 2, "pp": 2, "tp": 2}
 TALL = {"dp": 1, "pp": 2, "tp": 4}  # more ranks in tp than KV heads: two hold the same
 DEEP = {"dp": 2, "pp": 4, "tp": 1}  # stages that are neither first nor last
 MESHES = CUBE, TALL, DEEP
+MISTAKES = """
+== grad_norm
+name != "dp") -> name not in ("dp", "kv"))  # a KV head that two ranks hold is counted twice
+if name != "dp") -> )  # groups["model"] is one replica: dp divides nothing
+groups["model"]).sqrt() -> groups["model"])  # the norm is the root of the sum of squares
+all_reduce(squares, groups["model"]) -> squares  # one rank's share: sum over groups["model"]
+(squares, groups["model"]).sqrt() -> (squares.sqrt(), groups["model"])  # add up squares, not norms
+the root of the squares of all the model's numbers, each once, over groups["model"]
+"""
 
 
 def say(sizes):
@@ -55,7 +69,7 @@ def check_mesh(lab, group, seed):
     mine, right = lab.coordinates(group.rank(), sizes), dict(zip(AXES, mesh.get_coordinate()))
     expect(mine == right, f"{mine} are not torch's coordinates, {right}")
     for axis in AXES:
-        mine = lab.group_ranks(group.rank(), axis, sizes)
+        mine = list(lab.group_ranks(group.rank(), axis, sizes))
         right = dist.get_process_group_ranks(mesh.get_group(axis))
         expect(mine == right, f"{mine}, but torch's {axis} group is {right}")
     return f"{len(meshes)} meshes; as init_device_mesh has it for {say(sizes)} on 8 ranks"
@@ -65,18 +79,20 @@ def check_place(lab, sizes, ranks, place):
     """Coordinates and groups of the rank at a place of the mesh; ranks: a tensor of all."""
     rank, right, (D, P, _) = ranks[place].item(), dict(zip(AXES, place)), ranks.shape
     mine, where = lab.coordinates(rank, dict(sizes)), f"rank {rank} of {say(sizes)}"
-    inside_out = [rank % D, rank // D % P, rank // D // P]
-    hint = "tp counts fastest: its ranks are neighbours"
-    hint = hint if list(mine.values()) == inside_out else ""
+    inside_out, hint = [rank % D, rank // D % P, rank // D // P], "rank is (d P + p) T + t"
+    if mine == dict(zip(AXES, inside_out)):
+        hint = "tp counts fastest: its ranks are neighbours"
     expect(mine == right, f"coordinates of {where}: {mine}, not {right}", hint)
     for axis, name in enumerate(AXES):
-        mine = lab.group_ranks(rank, name, dict(sizes))
+        ranks_of = lab.group_ranks(rank, name, dict(sizes))
+        mine = tried("group_ranks()", "return a list of ranks", list, ranks_of)
         line = ranks.movedim(axis, -1)[place[:axis] + place[axis + 1 :]].tolist()
         alike = ranks.select(axis, place[axis]).flatten().tolist()
         neighbours = (rank - place[axis] + torch.arange(ranks.shape[axis])).tolist()
         hints = {"these share a coordinate that a group differs in": alike}
         hints["only those of tp are neighbours"] = neighbours
-        hint = next((text for text, wrong in hints.items() if wrong == mine), "")
+        apart = "from its coordinate 0 on, as far apart as the axes inside it have ranks together"
+        hint = next((text for text, wrong in hints.items() if wrong == mine), apart)
         expect(mine == line, f"the {name} group of {where}: {mine}, not {line}", hint)
 
 
@@ -98,14 +114,15 @@ def check_copies_of(lab, group, seed):
         hint = next((text for key, text in hints.items() if key in name), hint)
         if "dp" not in mine:
             hint = "all replicas of dp hold every parameter, and each saw its own sequences"
+        elif set(mine) >= set(right):
+            hint = f"too many; once each of {' and '.join(right)}"
         expect(sorted(mine) == right, f"{name}: {sorted(mine)}, not {right}", hint)
     return f"{len(names)} parameters, each with the groups that hold the same numbers"
 
 
 def drawn(shape, *key):
     """Random numbers that only the key decides: the same on every rank that asks for them."""
-    numbers = torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
-    return torch.randn(shape, generator=numbers)
+    return compare.drawn(zlib.crc32(repr(key).encode()), *shape).float()
 
 
 def check_loss_scale(lab, group, seed):
@@ -115,7 +132,7 @@ def check_loss_scale(lab, group, seed):
     groups = finished.make_groups(sizes, model.config)
     cut, (_, targets) = copy.deepcopy(model), random_batch(sizes, 2, seed)
     finished.parallelize(cut, groups)
-    targets = targets[:, :s]
+    targets, before = targets[:, :s], targets[:, :s].clone()
     hidden = drawn((*targets.shape, 32), "hidden", seed).requires_grad_()
     logits = F.linear(hidden, model.lm_head.weight.detach())
     right = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
@@ -126,25 +143,30 @@ def check_loss_scale(lab, group, seed):
     mine = hidden.detach()[rows, tokens].clone().requires_grad_()
     parts, means = microbatch_losses(lab, cut, mine, targets[rows], total, groups)
     parts.backward()
+    expect_same("targets", [targets], [before])
     whole = right.detach()
     hint = "a mean of the microbatches' means weights a target by how few others it has beside it"
     hints = {hint: means, f"{hint}; and they are added up undivided": 4 * means}
     hints["the sum is not divided by count"] = whole * total
     hints["count is that of all microbatches and replicas already"] = whole / 2
     loss = all_reduce(parts.detach(), groups["dp"])
-    error = expect_close("the sum of all parts", loss, whole, hints=hints)
-    expect_close("the gradient of hidden", mine.grad, hidden.grad[rows, tokens])
+    hint = "token_loss() over groups['tp'], divided by count"
+    error = expect_close("the sum of all parts", loss, whole, hints=hints, hint=hint)
+    expect_close("the gradient of hidden", mine.grad, hidden.grad[rows, tokens], hint=hint)
     return f"mean over {total} targets, {own} of them on this replica; off by {error:.0e}"
 
 
 def expect_target_count(lab, targets, rows, groups):
     """(targets of this replica's rows, of all); raises Wrong unless the learner's count is that."""
     own, total = (targets[rows] != IGNORE).sum().item(), (targets != IGNORE).sum().item()
-    count = int(lab.target_count(targets[rows], groups))
+    count = lab.target_count(targets[rows], groups)
+    hint = "return the sum: dist.all_reduce() works in place and returns nothing"
+    expect(count is not None, "target_count() returns None", hint)
     hints = {own: "these are this replica's: sum over dp", targets.numel(): "IGNORE is no target"}
-    hints[2 * total] = "the ranks of tp have the same targets: sum over dp alone"
-    found = f"{count} targets on a rank with {own} of its own, not {total}"
-    expect(count == total, found, hints.get(count, ""))
+    hints[2 * total] = hints[2 * own] = "the ranks of tp have the same targets: sum over dp alone"
+    found = f"{float(count):g} targets on a rank with {own} of its own, not {total}"
+    hint = "a sum over dp, of this replica's targets that are not IGNORE"
+    expect(float(count) == total, found, hints.get(int(count), hint))
     return own, total
 
 
@@ -155,6 +177,9 @@ def microbatch_losses(lab, model, hidden, targets, count, groups):
         r = slice(*split(len(hidden), m, 2))
         with Traffic() as traffic:
             parts.append(lab.microbatch_loss(model, hidden[r], targets[r], count, groups))
+        follows = isinstance(parts[m], torch.Tensor) and parts[m].requires_grad
+        hint = "the backward starts from it: no item(), no detach()"
+        expect(follows, f"no gradient reaches the model from the loss {parts[m]}", hint)
         with torch.no_grad(), Traffic() as enough:
             loss = finished.token_loss(model, hidden[r], targets[r], groups["tp"])
         sent, least = (sum(b for _, b in t.ops.values()) for t in (traffic, enough))
@@ -170,6 +195,7 @@ def shards(sizes, seed):
     finished.parallelize(model, groups)
     keys = {}
     for name, p in model.named_parameters():
+        random.Random(f"{seed} {sorted(p.shared)}").shuffle(p.shared)  # a list in any order
         keys[name] = SAME.get(name, name), getattr(p, "shard", None)
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, set(keys.values()))
@@ -191,7 +217,7 @@ def sums_of(parts, shared, groups, sizes):
     """(the sum of the ranks' parts {rank: gradient}, {hint: what another sum would give})."""
     total, here, hints = sum(parts.values()), finished.coordinates(dist.get_rank(), sizes), {}
     axis_of = {"kv": "tp", "tp": "tp", "embedding": "pp", "dp": "dp"}
-    for over in shared:
+    for over in sorted(shared, key=lambda name: name == "dp"):
         if groups[over].size() > 1:
             axis = axis_of[over]
             alike = [r for r in parts if finished.coordinates(r, sizes)[axis] == here[axis]]
@@ -199,6 +225,7 @@ def sums_of(parts, shared, groups, sizes):
             mean = f"a mean, not the sum, over {over}: microbatch_loss has divided already"
             hints[mean] = total / groups[over].size()
     hints["a mean, not the sum, over every group"] = total / len(parts)
+    hints["this rank's part alone: write the sum into .grad"] = parts[dist.get_rank()]
     return total, hints
 
 
@@ -213,14 +240,15 @@ def check_finish_gradients(lab, group, seed):
             parts = {rank: drawn(p.shape, seed, key, rank) for rank in ranks}
             p.grad = parts[group.rank()].clone()
             right[name] = sums_of(parts, p.shared, groups, sizes)
-        with Traffic() as traffic:
+        with Traffic() as traffic, default_group_refused():
             lab.finish_gradients(model, groups)
-        for name, p in model.named_parameters():
+        for name, p in sorted(model.named_parameters(), key=lambda item: len(item[1].shared)):
             total, hints = right[name]
             title = f"{say(sizes)}, rank {group.rank()}: the gradient of {name}"
-            worst = max(worst, expect_close(title, p.grad, total, hints=hints))
-        over = {name for p in model.parameters() for name in p.shared if groups[name].size() > 1}
-        most = sum(p.grad.nbytes for p in model.parameters() for name in p.shared if name in over)
+            hint = f"the sum over {' and '.join(p.shared)}, no others, each at its place"
+            worst = max(worst, expect_close(title, p.grad, total, hints=hints, hint=hint))
+        over = {name for p in model.parameters() for name in p.shared}
+        most = sum(p.grad.nbytes * len(p.shared) for p in model.parameters())
         calls, sent = map(sum, zip((0, 0), *traffic.ops.values()))
         found = f"{calls} messages for {len(over)} groups"
         expect(calls <= len(over), found, "join a group's gradients")
@@ -228,16 +256,6 @@ def check_finish_gradients(lab, group, seed):
         moved = max(moved, sent)
     seen = f"off by {worst:.0e}; one message a group, {moved} bytes"
     return f"{', '.join(map(say, MESHES))}: {seen}"
-
-
-REASONS = {
-    "every replica counted": "what several ranks hold is counted once for each of them",
-    "tied table counted at both ends": "the tied table is counted on the first and the last stage",
-    "over tp alone": "the other stages' parameters are missing: groups['model'] is pp x tp",
-    "over pp alone": "the other shards of tp are missing: groups['model'] is pp x tp",
-    "over all ranks, dp too": "the replicas of dp have the same gradients: one of them counts",
-    "this rank's part (torch's own clip)": "this is the norm of what this rank holds",
-}
 
 
 def check_grad_norm(lab, group, seed):
@@ -250,23 +268,21 @@ def check_grad_norm(lab, group, seed):
         for name, p in model.named_parameters():
             p.grad = part_of(full[holders[name][0][0]], p).clone()
         before = [p.grad.clone() for p in model.parameters()]
-        norms = usual_norms(model, groups)
         right = torch.linalg.vector_norm(torch.cat([f.flatten() for f in full.values()]).double())
-        with Traffic() as traffic:
+        once = section(MISTAKES, finished.grad_norm)[-1]
+        hints = {f"{text}; {once}": x for text, x in usual_norms(model, groups).items()}
+        hints |= usual_results(MISTAKES, finished.grad_norm, (model, groups))
+        with Traffic() as traffic, default_group_refused():
             norm = lab.grad_norm(model, groups)
-        hints = {reason: norms[text] for text, reason in REASONS.items()}
-        hints["the norm is the root of the sum of squares"] = right.square()
-        own = 0
-        for name, p in model.named_parameters():
-            own += p.grad.double().square().sum() / len(holders[name][1]) * groups["dp"].size()
-        hints["this is this rank's share: sum the squares over groups['model']"] = own.sqrt()
         title = f"{say(sizes)}: the norm on rank {group.rank()}"
-        norm = torch.as_tensor(norm).double().detach()
-        worst = max(worst, expect_close(title, norm, right, hints=hints))
+        expect(isinstance(norm, torch.Tensor), f"{title} is {norm}", "return a tensor, no item()")
+        norm = norm.double().detach()
+        worst = max(worst, expect_close(title, norm, right, hints=hints, hint=once))
         sent = sum(sent for _, sent in traffic.ops.values())
-        expect(sent <= 32, f"{sent} bytes sent for a norm", "send a sum of squares: one number")
+        most = 8 * groups["model"].size()  # of an all-gather
+        expect(sent <= most, f"{sent} bytes sent for a norm", "send a sum of squares: one number")
         same = all(torch.equal(p.grad, old) for p, old in zip(model.parameters(), before))
-        expect(same, "grad_norm changes the gradients")
+        expect(same, "grad_norm changes the gradients", "square and add up: no *=")
     seen = f"off by {worst:.0e} on every rank, {sent} bytes sent"
     return f"{', '.join(map(say, MESHES))}: {seen}"
 
@@ -300,20 +316,32 @@ def check_clip(lab, group, seed):
                 apart: f * (most / f.norm()),
                 "nothing is clipped": f,
             }
-            worst = max(worst, expect_close(f"{case}: a gradient", mine, wanted, hints=hints))
+            what, hint = f"{case}: a gradient", "times most / norm, where that is less than 1"
+            worst = max(worst, expect_close(what, mine, wanted, hints=hints, hint=hint))
     return f"above and below the limit as torch's clip_grad_norm_, off by {worst:.0e}; nothing sent"
 
 
 def check_train_step(lab, group, seed):
     """The whole step, on 2 x 2 x 2, beside one device."""
-    found = prove(lab, CUBE, 2, seed)
+    hint = "all the functions, in this order; then (loss, norm), one number each"
+    found = tried("a step", hint, prove, lab, CUBE, 2, seed)
     hint = "finish every .grad, over all groups; then one norm of them; by that they are clipped"
-    for name, error in found["errors"].items():
+    wrong = [name for name, error in found["errors"].items() if error > TOLERANCE]
+    hints = {"loss": "mean_loss() of what forward_all() returned"}
+    hints["gradient norm"] = "return the norm before clipping, by which they are clipped"
+    hints["loss gradient norm"] = "(loss, norm), in this order"
+    if any("." in name for name in wrong) and "loss" in wrong:
+        hint = "the loss is wrong, too: count is target_count()'s, of all replicas"
+    for name in wrong:
         what = f"the gradient of {name}" if "." in name else name
-        off = f"{what} on rank {group.rank()} is off by {error:.1e} (at most {TOLERANCE:.0e})"
-        expect(error <= TOLERANCE, off, hint)
+        off = f"{what} on rank {group.rank()} is off by {found['errors'][name]:.1e}"
+        raise Wrong(f"{off} (at most {TOLERANCE:.0e})", hints.get(" ".join(wrong), hint))
     more = sent_too_much(found)
     expect(not more, f"rank {group.rank()}: {', '.join(more)}", "each of the functions once")
+    for key, (calls, _) in found["expected"].items():
+        sends = found["traffic"].get(key, [0])[0]
+        what = f"rank {group.rank()} sends {sends} messages in the {key[0]}, not {calls}"
+        expect(key[1] != "send" or sends == calls, what, "pass microbatches on")
     worst = max(found["errors"].values())
     return f"loss, norm, gradients, clipped or not: off by {worst:.0e} from one device, {say(CUBE)}"
 
@@ -334,14 +362,12 @@ CHECKS = {
 
 def untied_table(lab):
     """First and last stage keep their own part of the tied table's gradient."""
-    right = lab.copies_of
-    lab.copies_of = lambda name: [group for group in right(name) if group != "embedding"]
+    lab.copies_of = mistaken(finished.copies_of, ('["embedding", "dp"]', '["dp"]'))
 
 
 def norm_over_tp_alone(lab):
     """The norm is that of the rank's own stage."""
-    right = lab.grad_norm
-    lab.grad_norm = lambda model, groups: right(model, {**groups, "model": groups["tp"]})
+    lab.grad_norm = mistaken(finished.grad_norm, ('groups["model"]', 'groups["tp"]'))
 
 
 def clipped_by_own_norm(lab):

@@ -6,21 +6,23 @@ compared too, at every step: AdamW alone would hide one that is too large by a f
 """
 
 import itertools
-import time
 import weakref
-from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from checks.compare import attempt, expect_same
+from checks.compare import expect_same
+from checks.memory import Alive
+from checks.ring import draw_from
 from checks.tools import noted_waits
+from checks.usual import bytes_alive, tried, usual_hint
 from checks.zero import (
     EXACT,
     SIZES,
     STEPS,
     TOKENS,
+    check_arrivals,
     expect_equal,
     expect_messages,
     expected_bytes,
@@ -39,10 +41,53 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from transformers import LlamaConfig, LlamaForCausalLM
 
+SUBGROUP = True  # the group is not the world, and has other rank numbers
+MISTAKES = """
+== unit_sizes
+2 * (heads + kv) -> 4 * heads  # K and V have num_key_value_heads heads
+2 * (heads + kv) * config.head_dim -> 2 * (h + kv * config.head_dim)  # heads * head_dim is not h
+3 * config -> 2 * config  # gate, up and down: three matrices
++ 2 * h -> + h  # a layer has two norms
+(1 if config.tie_word_embeddings else 2) -> 2  # tied embeddings are one Parameter: count it once
+(1 if config.tie_word_embeddings else 2) -> 1  # an untied head has weights of its own
+else 2) + h -> else 2)  # the root has the last norm
+[root unit, then each layer's]: all weights of attention, MLP and norms
+== memory
+sharded if stage == 3 -> sharded if stage >= 2  # ZeRO-3 alone shards the parameters
+sharded if stage > 1 -> sharded if stage > 2  # gradients are sharded from ZeRO-2 on
+sharded if stage > 1 -> sharded if stage > 0  # gradients are sharded from ZeRO-2 on
+stage == 0 else -> stage <= 1 else  # from ZeRO-1 on a rank updates its shard alone
+2 * mine -> mine  # AdamW has two averages
+sum(own for *_, own in shards) -> sharded  # padding has no optimizer state
+sum(own for *_, own in shards) -> sum(sizes) // world  # what the rank updates: the last has less
+padded = sum( -> padded = sum(sizes); (  # each unit is padded by itself
+sharded = padded // world -> sharded = sum(sizes) // world  # each unit is padded by itself
+(shards[0][1] - shards[0][0]) * world -> padded  # of layers none is there then, only the root unit
+shards[0][0]) * world -> shards[0][0]) * (world - 1)  # the vector is whole, the own shard in it
+* world if stage == 3 else 0 -> * world  # in stages 0 to 2 nothing is gathered then
+activations(config, tokens) -> activations(config, tokens) // world  # each has its own sequence
+number * width -> number  # bytes: width of each number
+whole or sharded as the table says, padded; gathered: the root unit; optimizer: what it updates
+== messages
+-(-size // world) * world -> size  # each unit with its padding
+world) * world -> world)  # the message is the whole vector, not a rank's shard of it
+world) * world -> world) * (world - 1)  # the message, not what a rank sends of it
+* width -> * 4  # bytes: width of each number
+if stage == 2 else 1 -> // backwards  # stages 0 and 1 send once a step, 2 and 3 in each backward
+if stage == 2 else 1 ->  # stages 0 and 1 send once a step, 2 and 3 in each backward
+backwards * sum -> sum  # stages 0 and 1 send once a step, 2 and 3 in each backward
+backwards * (full -> (full  # stages 0 and 1 send once a step, 2 and 3 in each backward
+"all_gather": sum(full)} -> "all_gather": reduced}  # parameters change once a step
+full[0] + 2 * sum(full[1:]) -> 2 * sum(full)  # the root unit is gathered once for both
+full[0] + 2 * sum(full[1:]) -> sum(full)  # a layer is gathered twice: it is freed in between
+"all_reduce": sum -> "all_reduce": 2 * sum  # the message is n, whatever it takes to send it
+each unit with its padding, once for each time that it is sent
+"""
+
 
 def check_flat(lab, group, seed):
     torch.manual_seed(seed)
-    for world, shapes in (3, [(2, 3), (1,)]), (4, [(1,)]), (2, [(4,), (2, 2)]), (1, [(5,)]):
+    for world, shapes in (3, [(1,), (2, 2)]), (4, [(1,)]), (2, [(4,), (2, 2)]), (1, [(5,)]):
         kind = (torch.float32, torch.bfloat16, torch.float64)[world % 3]
         tensors = [torch.randn(shape).movedim(0, -1).to(kind) for shape in shapes]
         numbers = torch.cat([t.flatten() for t in tensors])
@@ -50,11 +95,9 @@ def check_flat(lab, group, seed):
         zeros = numbers.new_zeros(world * c - size)
         name = f"flatten() of {size} numbers for {world} ranks"
         mine, before = lab.flatten(tensors, world), [x.clone() for x in tensors]
-        expect(mine.dtype == kind, f"{name} is {mine.dtype}, not {kind}", "zeros of their dtype")
-        hint = f"{world} shards of {c}: zeros up to that behind the numbers"
-        shape = tuple(mine.shape)
-        expect(shape == (world * c,), f"{name} has shape {shape}, not ({world * c},)", hint)
+        hint = f"one vector, {world} shards of {c}: zeros up to that behind the numbers"
         expect_equal(name, mine, torch.cat([numbers, zeros]), {}, hint)
+        expect(mine.dtype == kind, f"{name} is {mine.dtype}, not {kind}", "zeros of their dtype")
         expect_same("a tensor", tensors, before)
         own = mine.data_ptr() not in [t.data_ptr() for t in tensors]
         expect(own, f"{name} shares memory with a tensor", "a new vector, also of one tensor")
@@ -68,14 +111,8 @@ def check_flat(lab, group, seed):
     return "1 to 4 ranks, a unit smaller than P: equal shards, zeros behind, own numbers counted"
 
 
-def drawn(seed):
-    """number(low, high), drawn, the same on every rank."""
-    numbers = torch.Generator().manual_seed(seed)
-    return lambda low, high: int(torch.randint(low, high, (), generator=numbers))
-
-
 def check_predict_memory(lab, group, seed):
-    number = drawn(seed)
+    number, _ = draw_from(seed)
     for tied in False, True:
         kv, d, f, v = number(1, 4), 2 * number(2, 6), number(60, 90), number(100, 200)
         heads = kv * number(2, 4)
@@ -86,15 +123,10 @@ def check_predict_memory(lab, group, seed):
         with torch.device("meta"):
             model = LlamaForCausalLM(config)
         right = [sum(p.numel() for p in unit) for unit in unit_parameters(model)]
-        found = list(lab.unit_sizes(config))
-        what = f"unit_sizes() of {config.num_hidden_layers} layers is {found}, not {right}"
-        root, layer = (found[0] - right[0], found[-1] - right[-1]) if found else (0, 0)
-        hints = {v * h: "tied embeddings are one Parameter: count it once"}
-        hints |= {-v * h: "an untied head has weights of its own", -h: "the root has the last norm"}
-        hint = hints.get(root, "[root unit, then each layer's]")
-        hints = {2 * (heads - kv) * d * h: "K and V have num_key_value_heads heads"}
-        hint = (hints | {-2 * h: "a layer has two norms"}).get(layer, hint)
-        expect(found == right, what, hint)
+        found = tried("unit_sizes()", "return a list", list, lab.unit_sizes(config))
+        if found != right:
+            hint = usual_hint(MISTAKES, finished.unit_sizes, (config,), found)
+            raise Wrong(f"unit_sizes() is {found}, not {right}", hint)
         expect_memory(lab, config, right, number(40, 90))
     return "tied and not, GQA, 1 to 5 ranks, every stage and rank: all five parts"
 
@@ -109,51 +141,32 @@ def expect_memory(lab, config, sizes, tokens):
         right = [sum(c) * (world if stage < 3 else 1), sum(c) * (world if stage < 2 else 1)]
         right += [2 * (own if stage else sum(sizes)), world * c[0] if stage == 3 else 0]
         right.append(finished.activations(config, tokens))
-        found = lab.memory(config, tokens, rank, world, stage, width)
+        args = config, tokens, rank, world, stage, width
+        found = lab.memory(*args)
         same = isinstance(found, dict) and set(found) == set(parts)
         expect(same, f"memory() returns {found}", f"a dict of {', '.join(parts)}")
         for part, numbers in zip(parts, right):
-            what = f"ZeRO-{stage}, rank {rank} of {world}, {width} bytes a number: {part}"
-            hint = memory_hint(part, found[part] / width, sizes, world, c)
-            expect(
-                found[part] == numbers * width, f"{what} {found[part]}, not {numbers * width}", hint
-            )
-
-
-def memory_hint(part, found, sizes, world, c):
-    """What a wrong number of numbers comes of; c: the units' shards with padding."""
-    n = sum(sizes)
-    joined = -(-n // world)  # a shard of all units, if they were one
-    usual = dict.fromkeys((n, n // world, joined, world * joined), "each unit is padded by itself")
-    if part == "optimizer":
-        usual = {sum(c): "AdamW has two averages", 2 * sum(c): "padding has no optimizer state"}
-        usual |= {2 * n: "from ZeRO-1 on a rank updates its shard alone"}
-    elif part == "gathered":
-        usual = {(world - 1) * c[0]: "the vector is gathered whole, the own shard is in it too"}
-        none = "of layers none is there then, only the root unit"
-        usual |= {world * sum(c): none, world * (c[0] + c[-1]): none}
-    return usual.get(found, "")
+            if found[part] != numbers * width:
+                hint = usual_hint(MISTAKES, finished.memory, args, found[part], part)
+                what = f"ZeRO-{stage}, rank {rank} of {world}, {width} bytes a number: {part}"
+                raise Wrong(f"{what} {found[part]}, not {numbers * width}", hint)
 
 
 def check_predict_messages(lab, group, seed):
-    number = drawn(seed)
-    for world, backwards, width in (2, 1, 4), (3, 2, 8), (4, 3, 2), (1, 1, 4):
+    number, _ = draw_from(seed)
+    for world, backwards, width in (2, 1, 4), (3, 2, 16), (4, 3, 2), (1, 1, 4):
         sizes = [number(50, 99)] + [number(100, 200)] * number(2, 5)
-        once, given = width * sum(n + -n % world for n in sizes), list(sizes)
+        given = list(sizes)
         for stage in range(4):
-            right = expected_bytes(sizes, world, stage, backwards, width)
-            found = lab.messages(sizes, world, stage, backwards, width)
+            args = sizes, world, stage, backwards, width
+            right = expected_bytes(*args)
+            found = lab.messages(given, *args[1:])
             what = f"ZeRO-{stage} on {world} ranks, {backwards} backwards: {found}, not {right}"
             expect(sizes == given, "the caller's sizes are changed", "no pop()")
             same = isinstance(found, dict) and set(found) == set(right)
             expect(same, what, "only the collectives that are used, by their names")
-            hint = "each unit with its padding"
-            if any(found[op] in (right[op] * backwards, right[op] / backwards) for op in right):
-                hint = "stages 0 and 1 send once a step, stages 2 and 3 in each backward"
-            hints = {2 * backwards * once: "the root unit is gathered once for both"}
-            hints |= {backwards * once: "a layer is gathered twice: it is freed in between"}
-            hint = hints.get(found.get("all_gather"), hint) if stage == 3 else hint
-            expect(found == right, what, hint)
+            for op in [op for op in right if found[op] != right[op]]:
+                raise Wrong(what, usual_hint(MISTAKES, finished.messages, args, found[op], op))
     return "1 to 4 ranks, 1 to 3 backwards a step: bytes of every collective"
 
 
@@ -161,110 +174,84 @@ def check_zero1(lab, group, seed):
     return follow_both(lab, group, 1, seed)
 
 
-def watch_arrivals(model, units, traffic):
-    """Hold each reduce-scatter against the gradients that have arrived; returns what judges it."""
-    arrived, found = Counter(), []
-
-    def note(p, i):
-        arrived[i] += 1
-        count, there = len(units[i].params), arrived[i] % len(units[i].params)
-        complete = sum(arrived[j] // len(unit.params) for j, unit in enumerate(units))
-        sent = traffic.ops.get("reduce_scatter", [0])[0]
-        if sent > complete:
-            what = f"unit {i} sends when {there} of {count} gradients are there"
-            found.append((what, "the last gradient of the unit sends them all, no earlier one"))
-        elif sent < complete:
-            what = f"unit {i}: all its gradients are there, and none are sent"
-            found.append((what, "send in the backward, when the unit's last gradient arrives"))
-        elif there == 0 and any(p.grad is not None for p in units[i].params):
-            what = f"unit {i}: its gradients stay after they were sent"
-            found.append((what, "set every .grad to None: the full gradients are to be gone"))
-
-    hooks = [  # they come after the learner's own
-        p.register_post_accumulate_grad_hook(partial(note, i=i))
-        for i, unit in enumerate(units)
-        for p in unit.params
-    ]
-
-    def judge():
-        for hook in hooks:
-            hook.remove()
-        if found:
-            raise Wrong(*found[0])
-
-    return judge
-
-
 def check_zero2(lab, group, seed):
-    report = follow_both(lab, group, 2, seed, watch_arrivals)
-    return f"{report}; sent and dropped unit by unit"
+    check_arrivals(lab, group, seed)
+    return f"{follow_both(lab, group, 2, seed)}; sent and dropped when the last gradient comes"
 
 
 def noted_lends(lab):
-    """alive(most): the bytes of all that units ever lent and that still exist.
-
-    It waits for them to be no more than `most`, up to 3 seconds in all: gloo's own thread holds
-    what it gathered for a moment longer than wait() takes.
-    """
-    memory, lend, patience = {}, lab.Unit.lend, [3.0]
+    """Weak references to the memory that units have lent to their parameters, as they lend it."""
+    memory, lend = [], lab.Unit.lend
 
     def noting_lend(unit):
-        storage = unit.full.untyped_storage()
-        memory[storage._cdata] = weakref.ref(storage)
+        memory.append(weakref.ref(unit.full.untyped_storage()))
         lend(unit)
 
-    def alive(most):
-        begin = time.monotonic()
-        while True:
-            nbytes = sum(there().nbytes() for there in memory.values() if there() is not None)
-            waited = time.monotonic() - begin
-            if nbytes <= most or waited > patience[0]:
-                patience[0] -= waited
-                return nbytes
-            time.sleep(0.001)
-
     lab.Unit.lend = noting_lend
-    return alive
+    return memory
+
+
+def expect_unit(unit, memory):
+    """Gathered, packed and freed, all by hand: Wrong where something is left, or not there."""
+    unit.gather()
+    full, view = unit.full, unit.params[0].detach().T
+    expect(unit.coming is None, "after gather() coming is not None", "it has come")
+    expect(view.numel(), "gather() leaves the parameters empty", "lend() fills them")
+    unit.gather()
+    expect(unit.full is full, "gather() gathers what is here already", "do nothing then")
+    with Alive() as alive:
+        address = unit.pack(view)
+    expect(not alive.now(), "pack() keeps a copy of a weight", "where it lies in full, no numbers")
+    expect(
+        torch.equal(unit.unpack(address), view), "unpack() finds another tensor", "strides, offset"
+    )
+    del full, view
+    unit.free()
+    left = bytes_alive(memory, 0)
+    expect(not left, f"after free() {left} bytes are alive", "full and all views of it: drop them")
 
 
 def check_freed(lab, group, seed):
     """After each layer, the forward and the backward: what was gathered and is still alive."""
-    alive, peaks = noted_lends(lab), []
+    memory, peaks = noted_lends(lab), []
     model, units, _ = start(lab, group, 3, seed, False)
     root, layer = (len(unit.shard) * group.size() * 8 for unit in units[:2])
+    expect_unit(units[1], memory)
+    gathered = partial(bytes_alive, memory, root + layer, 1)
     for each in model.model.layers:
-        each.mlp.register_forward_hook(lambda *_: peaks.append(alive(root + layer) - root))
+        each.mlp.register_forward_hook(lambda *_: peaks.append(gathered()))
     units[0].gather()
-    loss = loss_of(model, torch.randint(SIZES["vocab_size"], (1, TOKENS)))
+    ids = torch.randint(SIZES["vocab_size"], (1, TOKENS))
+    with torch.no_grad():
+        tried("a forward alone", "y.requires_grad says if a backward comes", loss_of, model, ids)
+    loss = loss_of(model, ids)
     for i, unit in enumerate(units[1:]):
         what, hint = f"after the forward layer {i}", "free() makes .data empty: a view keeps full"
         expect(unit.full is None, f"{what}'s full is there", "free() drops it")
         expect(not any(p.numel() for p in unit.params), f"{what}'s parameters are views", hint)
-    left = alive(root) - root
-    hint = "autograd saved views of full: pack() them all, transposed or not, as addresses"
+    left = bytes_alive(memory, root) - root
+    hint = "autograd saved views of full: saved_tensors_hooks around the forward, and pack() makes "
+    hint += "addresses of all that share its memory, transposed or not"
     expect(left <= 0, f"after the forward {left} bytes of layers are alive", hint)
-    found = f"{max(peaks)} bytes of layers at once, a layer has {layer}"
-    expect(max(peaks) <= layer, found, "free() each behind its forward")
+    found = f"{max(peaks) - root} bytes of layers at once, a layer has {layer}"
+    expect(max(peaks) <= root + layer, found, "free() each behind its forward")
     loss.backward()
-    expect(not alive(0), "after the backward gathered bytes are alive", "arrived() frees")
-    unit = units[1]
-    unit.gather()
-    full = unit.full
-    unit.gather()
-    expect(unit.full is full, "gather() gathers what is here already", "do nothing then")
-    expect(unit.params[0].numel(), "gather() leaves the parameters empty", "lend() fills them")
-    expect(unit.coming is None, "after gather() coming is not None", "it has come")
-    unit.free()
+    left = bytes_alive(memory, 0)
+    expect(not left, f"after the backward {left} gathered bytes are alive", "arrived() frees")
 
 
 def check_zero3(lab, group, seed):
     hint = "a parameter is empty, or full None, where it is needed; or an address is misread"
-    attempt("a forward or backward", hint, check_freed, lab, group, seed)
+    tried("a forward or backward", hint, check_freed, lab, group, seed)
     return f"{follow_both(lab, group, 3, seed)}; each layer freed, and gathered again"
+
+
+GATHER = "gather() before a layer computes, in the forward and in the backward"
 
 
 def check_prefetch(lab, group, seed):
     begun = [follow_prefetch(lab, each, seed) for each in (group, own_pair(group))][0]
+    tried("a forward or backward", GATHER, check_freed, lab, group, seed)
     worst = follow(lab, group, 3, seed, True, 2)
     return f"{begun} gathers begun while a neighbour computes; off by {worst:.0e} in {STEPS} steps"
 
@@ -275,23 +262,20 @@ def follow_prefetch(lab, group, seed):
     ids = torch.randint(30, (1, TOKENS))
     with noted_waits() as waits, Traffic() as traffic:
         wrong, begun = watch_layers(model, units[1:], waits)
-        attempt("begin()", "the shard's length times the ranks of self.group", units[0].begin)
+        tried("begin()", "the shard's length times the ranks of self.group", units[0].begin)
         units[0].begin()
-        work = (units[0].coming or [None])[-1]
+        work = units[0].coming[-1] if isinstance(units[0].coming, tuple | list) else None
         hint = "coming is (full, work): async_op=True returns the work at once"
         expect(hasattr(work, "wait"), f"after begin() coming has no work, {type(work)}", hint)
         units[0].gather()
         units[0].begin()
         calls = traffic.ops["all_gather"][0]
         expect(calls == 1, f"{calls} gathers of one unit", "nothing where it is here, or coming")
-        hint = "gather() before a layer computes, in the forward and in the backward"
-        attempt("a step", hint, lambda: loss_of(model, ids).backward())
+        tried("a step", GATHER, lambda: loss_of(model, ids).backward())
     if wrong:
         raise Wrong(*wrong[0])
-    lost = [work for work in begun if not any(other is work for other in waits)]
-    expect(not lost, f"{len(lost)} gathers are never awaited", "gather() waits for begin()'s work")
     wanted = expected_bytes([unit.size for unit in units], group.size(), 3, 1)
-    expect_messages("a forward and backward", traffic, wanted)
+    expect_messages("a forward and backward", traffic, wanted, waits)
     return len(begun)
 
 
@@ -316,10 +300,10 @@ def follow_clip(lab, group, seed):
             master = nn.Parameter(torch.zeros_like(grad))
             master.grad = grad.clone()
             units.append(SimpleNamespace(master=master, stage=stage, group=group))
-        with Traffic() as traffic:
+        with Traffic() as traffic, noted_waits() as waits:
             norm = lab.clip(units, limit)
         name, norms = f"ZeRO-{stage}: norm", [torch.cat(shards).norm() for shards in ranks]
-        expect(norm is not None, f"{name} is None", "return it")
+        expect(isinstance(norm, torch.Tensor), f"{name} is {norm}", "return it, a tensor")
         hints = {"every rank has its shard's part: the squares add up over ranks": norms[rank]}
         hints |= {"squares add up over the ranks, norms do not": sum(norms)}
         each = [sum(shard.norm() for shard in shards) for shards in (ranks if stage else [whole])]
@@ -327,12 +311,16 @@ def follow_clip(lab, group, seed):
         hints |= {"squares add up over the units, norms do not": of_units}
         hints |= {"the root of the sum of squares": right.square()}
         hints |= {"in stage 0 every rank has all gradients": right * world**0.5}
-        mine, where = torch.as_tensor(norm).reshape(()).double(), "summed over units[0].group"
-        expect_equal(name, mine, right, hints, f"{where}, not over the whole job")
-        expect_messages(f"ZeRO-{stage}, clip()", traffic, {"all_reduce": 8} if stage else {})
+        hints |= {"the sum of squares over the ranks, not a mean": right / world**0.5}
+        hint = "the squares of all units, summed over units[0].group"
+        expect_equal(name, norm.reshape(()).double(), right, hints, hint)
+        wanted = {"all_reduce": 8, "all_gather": 8 * world} if stage else {}
+        expect_messages(f"ZeRO-{stage}, clip()", traffic, wanted, waits)
         scale = limit / (right + 1e-6)
         for i, (unit, grad) in enumerate(zip(units, given)):
-            hints = {"not clipped": grad, "divided, but not times max_norm": grad / right}
+            hints = {"not clipped": grad, "divided, but not times max_norm": grad * scale / limit}
+            alone = limit / (grad.norm() + 1e-6)
+            hints["by the norm of all units, not each by its own"] = grad * alone
             hints = {"small gradients stay as they are": grad * scale} if small else hints
             what = f"ZeRO-{stage}: gradient {i} of norm {right:.1f}, limit {limit:.1f},"
             expect_close(what, unit.master.grad, grad * (1 if small else scale), EXACT, hints)

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from checks.usual import section, usual_results
 from harness import LABS, Traffic, load
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -130,28 +131,23 @@ def expected_traffic(model, groups, rows, microbatches):
     return {key: row for key, row in table.items() if row[0] and size[key[2]] > 1}
 
 
+NORMS = """
+== grad_norm
+/ copies ->  # every replica counted
+name != "dp") -> name not in ("dp", "embedding"))  # tied table counted at both ends
+groups["model"] -> groups["tp"]  # over tp alone
+groups["model"] -> groups["pp"]  # over pp alone
+(squares, g -> (all_reduce(squares, groups["dp"]), g  # over all ranks, dp too
+each number once, over pp x tp
+"""
+
+
 def usual_norms(model, groups):
     """{how it is computed: the norm that this rank gets}; the right one first."""
-    squares = [(p.shared, p.grad.double().square().sum()) for p in model.parameters()]
-
-    def counted(*once):
-        """The sum of squares; those that a group named here shares are divided by its size."""
-        total = 0
-        for shared, square in squares:
-            total += square / math.prod(groups[name].size() for name in shared if name in once)
-        return total
-
-    once, model_group = counted("kv", "tp", "embedding"), groups["model"]
-    squares_of = {
-        "each number once, over pp x tp": all_reduce(once, model_group),
-        "every replica counted": all_reduce(counted(), model_group),
-        "tied table counted at both ends": all_reduce(counted("kv", "tp"), model_group),
-        "over tp alone": all_reduce(once, groups["tp"]),
-        "over pp alone": all_reduce(once, groups["pp"]),
-        "over all ranks, dp too": all_reduce(all_reduce(once, model_group), groups["dp"]),
-        "this rank's part (torch's own clip)": counted(),
-    }
-    return {text: square.sqrt() for text, square in squares_of.items()}
+    norms = {section(NORMS, finished.grad_norm)[-1]: finished.grad_norm(model, groups)}
+    norms |= usual_results(NORMS, finished.grad_norm, (model, groups))
+    grads = [p.grad.double() for p in model.parameters()]
+    return norms | {"this rank's part (torch's own clip)": nn.utils.get_total_norm(grads)}
 
 
 def prove(lab, sizes, microbatches, seed):

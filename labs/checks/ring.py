@@ -1,24 +1,25 @@
 """Lab 7's checks of the ring: what a rank passes on, and attention that goes round."""
 
+import itertools
+import weakref
 from datetime import timedelta
-from functools import partial, reduce
+from functools import partial
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from checks.compare import expect_same
-from checks.tools import noted_waits
+from checks.tools import noted_waits, subgroup
+from checks.usual import bytes_alive, section, usual_results
 from harness import LABS, Traffic, Wrong, expect, expect_close, load
 
 finished = load(LABS / "lab7_ring_attention.py")  # not the learner's
 CONTIGUOUS, ZIGZAG, TILE = finished.CONTIGUOUS, finished.ZIGZAG, finished.TILE
 split, positions, tiles = finished.split, finished.positions, finished.tiles
-attend, attend_backward, merge = finished.attend, finished.attend_backward, finished.merge
 
 EXACT = 1e-10
 PLACEMENTS = CONTIGUOUS, ZIGZAG
-AHEAD = "in step t rank r has the keys of rank r - t: they travel to rank + 1"
 
 
 def draw_from(seed):
@@ -29,49 +30,50 @@ def draw_from(seed):
 
 
 def last_ranks(group):
-    """[(P, the group of the last P ranks)] of those this rank is in; its rank 0 differs in each."""
+    """[(P, the group of the last P ranks, the same again)] of those this rank is in.
+
+    Rank 0 is another one in each. The largest is made first: torch names a group by its ranks, and
+    by how many groups each of them has.
+    """
     world = group.size()
-    groups = [dist.new_group(list(range(world - P, world))) for P in range(1, world + 1)]
-    return [(P, g) for P, g in enumerate(groups, 1) if group.rank() >= world - P]
+    ranks = [range(world - P, world) for P in range(world, world - 1 - group.rank(), -1)]
+    return [(len(r), subgroup(group, ranks=r), subgroup(group, ranks=r)) for r in ranks][::-1]
 
 
 def check_pass_on(lab, group, seed):
-    rings = last_ranks(group)
-    asides = dict(last_ranks(group))  # the same ranks by other connections
-    for P, ring, uneven in [(*ring, False) for ring in rings] + [(*ring, True) for ring in rings]:
+    """Two blocks, of which the second is begun before the first is awaited."""
+    for uneven, (P, ring, aside) in itertools.product((False, True), last_ranks(group)):
         number, randn = draw_from(seed + P)
         rank, sizes = ring.rank(), [number(1, 9) if uneven else 5 for _ in range(P)]
-        blocks = [randn(2, size, 3).mT.contiguous().mT for size in sizes]
-        before = blocks[rank].clone()
+        kind = torch.bfloat16 if uneven else torch.float64
+        blocks = [randn(2, size, 3).mT.contiguous().mT.to(kind) for size in sizes]
+        given = blocks[rank], 2 * blocks[rank]
+        before = [x.clone() for x in given]
         if rank == 0 and P > 1:
-            wait_for_others(asides[P])
+            wait_for_others(aside)
         with Traffic() as traffic, noted_waits() as waits:
-            wait = begin(lab.pass_on, blocks[rank], sizes[rank - 1], ring)
+            begun = [lab.pass_on(x, sizes[rank - 1], ring) for x in given]
             if rank > 0:
-                dist.monitored_barrier(asides[P])
-            kind = type(wait).__name__
-            expect(callable(wait), f"pass_on returns {kind}", "return the function that waits")
-            arrived = wait()
+                dist.monitored_barrier(aside)
+            kind = type(begun[0]).__name__
+            expect(callable(begun[0]), f"pass_on returns {kind}", "return the function that waits")
+            arrived, second = (wait() for wait in begun)
         late = "call wait() on both: gloo forgives a transfer that is not awaited, NCCL does not"
-        transfers = 2 if P > 1 else 0
-        expect(len(waits) >= transfers, f"waits for {len(waits)} of 2 transfers", late)
+        transfers = 4 if P > 1 else 0
+        expect(len(waits) >= transfers, f"waits for {len(waits)} of 4 transfers", late)
+        kind = getattr(arrived, "dtype", type(arrived).__name__)
+        expect(kind == given[0].dtype, f"what arrived is {kind}", "a tensor of the dtype of x")
         hints = {"send to rank + 1, receive from rank - 1": blocks[(rank + 1) % P]}
         hints["this is what was sent: receive into a tensor of its own"] = blocks[rank]
-        expect_close("what arrived", arrived, blocks[rank - 1], 0, hints)
-        expect_sent("pass_on", traffic, before.nbytes if P > 1 else 0)
-        expect_same("x", blocks[rank : rank + 1], [before])
+        hint = "x goes to rank + 1; what arrives is rank - 1's x"
+        expect_close("what arrived", arrived, blocks[rank - 1], 0, hints, hint)
+        hint = "each call has messages and a tensor of its own"
+        expect_close("the second that arrived", second, 2 * blocks[rank - 1], 0, {}, hint)
+        nbytes, messages = (2 * before[0].nbytes, 2) if P > 1 else (0, 0)
+        expect_sent("pass_on, twice,", traffic, nbytes, messages)
+        expect_same("x", given, before)
         dist.barrier(ring)
     return f"1 to {group.size()} ranks, any length: from rank - 1 to rank + 1; begun, then awaited"
-
-
-def begin(pass_on, *args):
-    """pass_on(*args); Wrong where it names a rank that is not in the group."""
-    try:
-        return pass_on(*args)
-    except ValueError as problem:
-        hint = "ranks count within the group: group_dst, group_src, in P2POp group_peer"
-        expect("not part of group" not in str(problem), f"sends outside the group: {problem}", hint)
-        raise
 
 
 def wait_for_others(aside):
@@ -104,7 +106,7 @@ def cases(group, seed):
     """(P, group, placement, whether all hold as many tokens, case); even first: their hints fit."""
     rings = last_ranks(group)
     for uneven in False, True:
-        for P, ring in rings:
+        for P, ring, _ in rings:
             for placement in ZIGZAG, CONTIGUOUS:  # where rank 0 needs no other's keys
                 yield P, ring, placement, not uneven, draw_case(seed + P, P, placement, uneven)
 
@@ -114,131 +116,148 @@ def grouped(q, k):
     return q.unflatten(1, (k.shape[1], -1))
 
 
-def go_round(case, rank, steps):
-    """out of a rank's queries that meet keys and take them for those of another rank.
-
-    steps: [(whose keys, for whose they are taken)].
-    """
-    own = case.held[rank]
-    q, parts = grouped(case.q[:, :, own], case.k), []
-    for met, claimed in steps:
-        keys = case.held[met % len(case.held)]
-        k_pos = case.held[claimed % len(case.held)]
-        parts.append(attend(q, case.k[:, :, keys], case.v[:, :, keys], own, k_pos))
-    return reduce(lambda one, other: merge(*one, *other), parts)[0].flatten(1, 2)
-
-
-def part_of_gradients(case, asking, holding):
-    """(dq, dk, dv) of one rank's queries with one rank's keys."""
-    own, keys = case.held[asking], case.held[holding]
-    q, dout, out = (grouped(t[:, :, own], case.k) for t in (case.q, case.dout, case.out))
-    _, lse = attend(q, case.k, case.v, own, torch.arange(case.length))
-    k, v, delta = case.k[:, :, keys], case.v[:, :, keys], (dout * out).sum(-1)
-    dq, dk, dv = attend_backward(q, k, v, dout, lse, delta, own, keys)
-    return dq.flatten(1, 2), dk, dv
-
-
 def block_bytes(case, rank):
     """K and V of a rank's tokens."""
     return 2 * case.k[:, :, case.held[rank]].nbytes
 
 
-def expect_sent(what, traffic, nbytes, hint=""):
-    """Raise Wrong unless so many bytes were sent, and nothing else moved."""
+def expect_sent(what, traffic, nbytes, messages, hint="one message a block, of K and V together"):
+    """Raise Wrong unless so many bytes were sent, in so many messages, and nothing else moved."""
     others = ", ".join(sorted(set(traffic.ops) - {"send"}))
     neighbour = "a rank of a ring sends to its neighbour and to no other"
     expect(not others, f"{what} uses {others}", neighbour)
-    sent = traffic.bytes("send")
-    expect(sent == nbytes, f"{what} sends {sent} bytes, not {nbytes}", hint)
+    calls, sent = traffic.ops.get("send", (0, 0))
+    found = f"{what} sends {sent} bytes, not {nbytes}, in {calls} messages, not {messages}"
+    expect((calls, sent) == (messages, nbytes), found, hint)
 
 
-def watch(lab):
-    """Have pass_on, its waits and attend note themselves: [(what, blocks sent, blocks arrived)]."""
-    events, pass_on, attend = [], lab.pass_on, lab.attend
+class Ring:
+    """Has pass_on, its waits and attend in a lab note themselves; wrong: [Wrong] of what it saw."""
 
-    def note(what):
-        kinds = [kind for kind, _, _ in events]
-        events.append((what, kinds.count("send"), kinds.count("wait")))
+    def __init__(self, lab, attend, hint):
+        self.pass_on, self.attend, self.hint = lab.pass_on, getattr(lab, attend), hint
+        lab.pass_on = self.noting_pass_on
+        setattr(lab, attend, self.noting_attend)
 
-    def noting_pass_on(*args, **kwargs):
-        wait = pass_on(*args, **kwargs)
-        note("send")
+    def begin(self, blocks, flying, most):
+        """A ring in whose steps at least so many messages travel while it works: [flying].
+
+        blocks: the lengths of those that arrive; most: the bytes of one.
+        """
+        self.blocks, self.flying, self.most = blocks, flying, most
+        self.sent, self.waited, self.step, self.used, self.wrong = 0, 0, 0, [], []
+
+    def noting_pass_on(self, x, length, group):
+        if self.sent < len(self.blocks) and length != self.blocks[self.sent]:
+            found = f"a block of {self.blocks[self.sent]} tokens arrives, and length is {length}"
+            raise Wrong(found, "what arrives is the block before this one: len(held[source - 1])")
+        wait = self.pass_on(x, length, group)
+        self.sent += 1
 
         def noting_wait():
-            note("wait")
+            self.waited += 1
             return wait()
 
         return noting_wait
 
-    def noting_attend(*args, **kwargs):
-        note("attend")
-        return attend(*args, **kwargs)
+    def noting_attend(self, q, k, *rest, **named):
+        travel, least = self.sent - self.waited, (self.flying[self.step :] or [0])[0]
+        if travel < least:
+            found = f"{travel} messages travel while a rank works on a block, {least} could"
+            self.wrong.append(Wrong(found, self.hint))
+        if bytes_alive(self.used, self.most) > self.most:  # one is still on its way
+            found = f"in step {self.step} blocks of earlier steps are kept"
+            self.wrong.append(Wrong(found, "let go of a block when it has been used and sent on"))
+        if self.step > 0:  # the own block stays
+            self.used.append(weakref.ref(k.untyped_storage()))
+        self.step += 1
+        return self.attend(q, k, *rest, **named)
 
-    lab.pass_on, lab.attend = noting_pass_on, noting_attend
-    return events
+
+MISTAKES = """
+== ring_forward
+held[rank], held[source]) -> held[rank], held[rank])  # positions are those of the keys' owner
+(rank - step) -> (rank + step)  # rank r has the keys of rank r - t: they travel to rank + 1
+pass_on(kv, -> pass_on(torch.stack([k, v]),  # send on the block that arrived, not the own one again
+kv = torch.stack([k, v]) -> kv = torch.stack([v, k])  # attend() takes K first, then V
+(rank - step) -> (rank - step - 1)  # in step 0 a rank has its own keys
+in range(P): -> in range(1):  # these are this rank's own keys only
+merge(out, lse, * -> (  # merge() each part with those before: this is the last alone
+merge() what attend() gives of each block, with the positions of its keys
+== ring_backward
+held[rank], held[source]) -> held[rank], held[rank])  # positions are those of the keys' owner
+(rank - step) -> (rank + step)  # rank r has the keys of rank r - t: they travel to rank + 1
+pass_on(kv, -> pass_on(torch.stack([k, v]),  # send on the block that arrived, not the own one again
+dq += mine_q -> dq = mine_q  # dq of the last step's keys alone: add up what all give
+in range(P): -> in range(1):  # dq of the own keys alone: add up what all steps give
+dkv += following() -> following()  # one rank's part: add it to the gradient that follows the block
+dk, dv = following() -> dk, dv = dkv; following()  # send home what this rank holds at last
+dk, dv = following() -> dv, dk = following()  # dk and dv are exchanged
+dq adds up what all steps give; a block's gradient is one step behind it, and adds up on its way
+"""
 
 
 def check_ring_forward(lab, group, seed):
-    worst, events = 0, watch(lab)
+    worst, watch = 0, Ring(lab, "attend", "pass_on(), then attend(), then wait")
     for P, ring, placement, even, case in cases(group, seed):
-        rank = ring.rank()
+        rank, title = ring.rank(), f"the forward of {P} ranks"
         own, following = case.held[rank], (rank + 1) % P
         given = [t[:, :, own].clone() for t in (case.q, case.k, case.v)]
         before = [t.clone() for t in given]
-        events.clear()
+        call, usual = finished.ring_forward, {}
+        if even:  # all ranks together make each mistake
+            args = before[0].unflatten(1, (case.k.shape[1], -1)), *before[1:]
+            results = usual_results(MISTAKES, call, (*args, case.length, placement, ring))
+            usual = {hint: out.flatten(1, 2) for hint, (out, _) in results}
+        most = max(block_bytes(case, r) for r in range(P))
+        blocks = [len(case.held[rank - t]) for t in range(1, P)]
+        watch.begin(blocks, [int(t < P - 1) for t in range(P)], most)
         with Traffic() as traffic:
             out = lab.ring_attention(*given, case.length, placement, ring)
-        hints, steps = {}, range(P)
-        if even:
-            taken = {"these are this rank's own keys only": [(rank, rank)]}
-            taken[AHEAD] = [(rank - t, rank + t) for t in steps]
-            taken["positions are those of the keys' owner"] = [(rank - t, rank) for t in steps]
-            again = "send on the block that arrived, not the own one again"
-            taken[again] = [(rank - min(t, 1), rank - t) for t in steps]
-            hints = {text: go_round(case, rank, met) for text, met in taken.items()}
-        name = f"out of {P} ranks, {placement}"
-        worst = max(worst, expect_close(name, out, case.out[:, :, own], EXACT, hints))
+        name, hint = f"out of {P} ranks, {placement}", section(MISTAKES, call)[-1]
+        worst = max(worst, expect_close(name, out, case.out[:, :, own], EXACT, usual, hint))
         nbytes = sum(block_bytes(case, r) for r in range(P) if r != following)
-        hint = "K and V of the KV heads, P - 1 times: the last block has been everywhere"
-        expect_sent(f"the forward of {P} ranks", traffic, nbytes, hint)
-        for what, sent, arrived in events:
-            sent_on = what != "attend" or sent > min(arrived, P - 2)
-            found = f"attend() on {P} ranks with {sent} blocks sent, {arrived} awaited"
-            expect(sent_on, found, "pass_on(), then attend(), then wait")
+        hint = "K and V of the KV heads as one, P - 1 times: the last block has been everywhere"
+        expect_sent(title, traffic, nbytes, P - 1, hint)
         expect_same("q, k or v", given, before)
+        for wrong in watch.wrong:
+            raise wrong
     seen = f"{P - 1} sends, {nbytes} bytes, before the work that hides them"
     return f"1 to {P} ranks, GQA, uneven: off by {worst:.0e}; {seen}"
 
 
 def check_ring_backward(lab, group, seed):
-    worst = 0
+    hint = "wait for keys, and for the gradient behind them, after attend_backward()"
+    worst, watch = 0, Ring(lab, "attend_backward", hint)
     for P, ring, placement, even, case in cases(group, seed):
-        rank = ring.rank()
+        rank, title = ring.rank(), f"the backward of {P} ranks"
         own, following = case.held[rank], (rank + 1) % P
         leaves = [t[:, :, own].requires_grad_() for t in (case.q, case.k, case.v)]
         dout = case.dout[:, :, own]
-        before = dout.clone()
+        before = [t.detach().clone() for t in (*leaves, dout)]
+        watch.begin([], [], torch.inf)  # this is the backward's check
         out = lab.ring_attention(*leaves, case.length, placement, ring)
+        call, usual = finished.ring_backward, []
+        if even:
+            saved = out.grad_fn.saved_tensors
+            args = *saved, dout.unflatten(1, (case.k.shape[1], -1)), case.length, placement, ring
+            results = usual_results(MISTAKES, call, args)
+            usual = [(hint, dq.flatten(1, 2), *dkv) for hint, (dq, *dkv) in results]
+        most = max(block_bytes(case, r) for r in range(P))
+        blocks = [len(case.held[rank - t]) for t in range(1, P) for _ in range(2)]
+        watch.begin(blocks, [(t < P - 1) + (t > 0) for t in range(P)], most)
         with Traffic() as traffic:
             out.backward(dout)
-        mine = part_of_gradients(case, rank, rank)
-        last = part_of_gradients(case, (rank - 1) % P, rank)
         for i, (name, leaf) in enumerate(zip(("dq", "dk", "dv"), leaves)):
-            right, hints = getattr(case, name), {}
-            if name == "dq":
-                of_last = part_of_gradients(case, rank, following)[i]
-                hints["dq of the own keys alone: add up what all steps give"] = mine[i]
-                hints["dq of the last step's keys alone: add up what all give"] = of_last
-            elif even:
-                left = "what this rank holds at last is the next rank's: send it home"
-                hints[left] = right[:, :, case.held[following]]
-                hints["the own queries' part alone: the others read these keys too"] = mine[i]
-                hints["one rank's part: add it to the gradient that follows the block"] = last[i]
-            what = f"{name} of {P} ranks, {placement}"
-            worst = max(worst, expect_close(what, leaf.grad, right[:, :, own], EXACT, hints))
+            what, right = f"{name} of {P} ranks, {placement}", getattr(case, name)[:, :, own]
+            hints = {hint: parts[i] for hint, *parts in usual}
+            hint = section(MISTAKES, call)[-1]
+            worst = max(worst, expect_close(what, leaf.grad, right, EXACT, hints, hint))
         nbytes = sum(block_bytes(case, r) * (1 + (r != following)) for r in range(P) if P > 1)
-        hint = "P - 1 times K and V, P times their gradient"
-        expect_sent(f"the backward of {P} ranks", traffic, nbytes, hint)
-        expect_same("dout", [dout], [before])
+        messages = 2 * P - 1 if P > 1 else 0
+        expect_sent(title, traffic, nbytes, messages, "P - 1 times K and V, P times their gradient")
+        expect_same("q, k, v or dout", [*leaves, dout], before)
+        for wrong in watch.wrong:
+            raise wrong
     seen = f"{2 * P - 1} sends, {nbytes} bytes"
     return f"1 to {P} ranks, GQA, uneven: dq, dk, dv off by {worst:.0e}; {seen}"

@@ -1,11 +1,17 @@
-"""Toy layouts, what their ranks hold, and checkpoints of them: what lab 13's checks share."""
+"""Toy layouts, what their ranks hold, checkpoints of them: what lab 13's checks share.
+
+And its checks of shards: where they lie, what two have in common, who saves them.
+"""
 
 import itertools
+import random
 from pathlib import Path
 
 import torch
 from checks.disk import on_turns
-from harness import LABS, expect, load
+from checks.ring import split
+from checks.usual import tried, usual_hint
+from harness import LABS, Wrong, expect, load
 
 finished = load(LABS / "lab13_checkpoints.py")
 SHAPES = {"embedding": (7, 4), "q": (6, 4), "o": (4, 10), "norm": (4,), "head": (5, 4), "step": ()}
@@ -25,13 +31,6 @@ def numbers_of(shard):
 def part_of(full, shard):
     """A rank's tensor: a copy of its numbers of the full one."""
     return full.flatten()[numbers_of(shard)].clone()
-
-
-# Copied from tp.py
-def split(n, rank, world):
-    """[start, end) of the rank's share of n things: the first n % world ranks hold one more."""
-    base, extra = divmod(n, world)
-    return rank * base + min(rank, extra), (rank + 1) * base + min(rank + 1, extra)
 
 
 def layout_of(kind, shapes, rank, world):
@@ -71,7 +70,9 @@ def save_with(lab, folder, full, kind, world, backwards=False):
         tensors = {name: part_of(full[name], shard) for name, shard in layout.items()}
         # Shards of the lab's own class: only these are equal to those that it makes
         own = {name: lab.Shard(*vars(shard).values()) for name, shard in layout.items()}
+        given = list(own), list(tensors)
         lab.save(folder, tensors, own, group)
+        expect((list(own), list(tensors)) == given, "save() changes a dict", "it is the caller's")
         there = Path(folder, "index.json").exists()
         return finished.read_index(folder)["number"] if there else None
 
@@ -82,7 +83,7 @@ def read_full(folder):
     """{name: full tensor} of a checkpoint, by the finished lab; raises what is wrong with it."""
     index = finished.read_index(folder)
     problem = finished.damage(folder, index, index["files"])
-    expect(problem is None, problem)
+    expect(problem is None, problem, "what index.json names has to be there, as it was written")
     full, layout = {}, {}
     for name, saved in index["tensors"].items():
         full[name] = torch.empty(saved["shape"], dtype=finished.DTYPES[saved["dtype"]])
@@ -93,3 +94,130 @@ def read_full(folder):
 
 def same(mine, right):
     return mine.keys() == right.keys() and all(torch.equal(mine[n], right[n]) for n in right)
+
+
+MISTAKES = """
+== cut
+start * inner, (end - start) * inner, -> start, end - start,  # offset, length: numbers, not rows
+(shape[dim] * inner, outer) -> (inner, outer)  # a run in each row, and a row apart
+(shape[dim] * inner, outer) -> (shape[dim], outer)  # a run in each row, and a row apart
+(shape[dim] * inner, outer) -> (shape[dim] * inner, shape[0])  # a run for all dimensions before dim
+(start, end) == (0, shape[dim]) -> False  # who holds all of a tensor has whole(shape)
+if outer > 1 else (0, 1) ->  # one run: stride 0, count 1
+tuple(shape) -> list(shape)  # shape is a tuple: a Shard is a key of dicts
+offset: what lies before start; length: to end; stride: from run to run; count: all before dim
+== flat_cut
+-(-sum -> (sum  # c rounded up: the last rank has less
+min(end, mine + size) -> mine + size  # padding, or the next tensor, is not a part of this one
+(shard, first - mine) -> (shard, first)  # at counts from where the rank's part of the vector begins
+first - begin, last -> first, last  # a Shard's offset counts in its own tensor
+begin = end -> begin = -(-end // world) * world  # the vector is padded, not each tensor
+from the flat vector's [rank c, rank c + c), c rounded up, to the tensor's own numbers
+== overlap
+a * mine.length + start - x -> start  # positions are in the ranks' own tensors, not in the full one
+a * mine.length + -> 0 +  # positions are in the ranks' own tensors: a run behind another
+y, end - start -> y, mine.length  # n: only the numbers that both runs have
+y, end - start -> y, end - start; return  # one for each two runs that share numbers
+if x + mine.length == end: -> if a + 1 < mine.count:  # when the earlier of two runs ends, go on
+b += 1 -> a, b = a + 1, b + 1  # when the earlier of two runs ends, take the next of that alone
+if start < end: -> if True:  # runs that share nothing: nothing to yield
+(position in my tensor, in theirs, how many), in order; runs, not single numbers
+== owners
+sorted(holders.items(), key=lambda item: len(item[1])) -> holders.items()  # fewest holders first
+min(ranks, key=taken.__getitem__) -> ranks[0]  # the holder with the fewest numbers so far
+min(ranks, -> min(reversed(ranks),  # of several such, the lowest rank
+taken[rank] += numbers -> taken[rank] += 1  # the fewest numbers so far, not the fewest pieces
+shard.length * shard.count -> shard.length  # a Shard has count runs of length numbers
+fewest holders first; each to the holder with the fewest numbers so far
+"""
+
+
+def fields(shard):
+    """A Shard's, or None: Shards of the learner's file are no finished ones."""
+    return shard and (shard.shape, shard.offset, shard.length, shard.stride, shard.count)
+
+
+def pairs(found):
+    return [(fields(shard), at) for shard, at in found]
+
+
+def check_cut(lab, group, seed):
+    chosen = random.Random(seed)
+    for _ in range(60):
+        shape = tuple(chosen.randint(2, 6) for _ in range(chosen.randint(1, 3)))
+        dim = chosen.randrange(len(shape))
+        args = shape, dim, *sorted(chosen.sample(range(shape[dim] + 1), 2))
+        what, right = f"cut{args}", fields(finished.cut(*args))
+        mine = tried(what, "return a Shard", fields, lab.cut(*args))
+        if mine != right:
+            hint = usual_hint(MISTAKES, finished.cut, args, mine, view=fields)
+            raise Wrong(f"{what}: shape, offset, length, stride, count {mine}, not {right}", hint)
+    for world in range(1, 7):
+        shapes = [tuple(chosen.randint(1, 4) for _ in range(chosen.randint(0, 2))) for _ in "abcd"]
+        for rank in range(world):
+            args = shapes, rank, world
+            what, right = f"flat_cut{args}", pairs(finished.flat_cut(*args))
+            mine = tried(what, "a pair (Shard or None, at) a tensor", pairs, lab.flat_cut(*args))
+            if mine != right:
+                hint = usual_hint(MISTAKES, finished.flat_cut, args, mine, view=pairs)
+                raise Wrong(f"{what}: {mine}, not {right}", hint)
+    return "rows, columns, blocks, flat parts: every run where it is in the full tensor"
+
+
+def check_overlap(lab, group, seed):
+    chosen, count = random.Random(seed), 0
+    for _ in range(200):
+        shape = chosen.randint(2, 6), chosen.randint(2, 6)
+        pair = []
+        for _ in "ab":
+            dim = chosen.randrange(2)
+            cut = finished.cut(shape, dim, *sorted(chosen.sample(range(shape[dim] + 1), 2)))
+            ends = sorted(chosen.sample(range(shape[0] * shape[1] + 1), 2))
+            pair.append(chosen.choice([cut, finished.Shard(shape, ends[0], ends[1] - ends[0])]))
+        found = lab.overlap(*pair)
+        expect(found is not None, "overlap() returns None", "yield")
+        found = [tuple(each) for each in found]
+        mine, theirs = ({n: i for i, n in enumerate(numbers_of(s).tolist())} for s in pair)
+        right = sorted((mine[n], theirs[n]) for n in mine.keys() & theirs.keys())
+        numbers = [(i + k, j + k) for i, j, n in found for k in range(n)]
+        if numbers != right or len(found) != len(list(finished.overlap(*pair))):
+            hint = usual_hint(MISTAKES, finished.overlap, pair, found, view=list)
+            raise Wrong(f"{pair[0]} and {pair[1]}: {found}", hint)
+        count += len(found)
+    return f"200 pairs of shards, {count} runs in common"
+
+
+def check_owners(lab, group, seed):
+    chosen = random.Random(seed)
+    for kind, world in LAYOUTS:
+        layouts = []
+        for layout in layouts_of(kind, SHAPES, world):  # each rank's in an order of its own
+            layouts.append(dict(chosen.sample(list(layout.items()), len(layout))))
+        before = [dict(layout) for layout in layouts]
+        what, right = f"{kind} on {world} ranks", finished.owners(before)
+        hint = "every number is there once: a Shard has count runs of length numbers"
+        found = tried(what, hint, lab.owners, layouts)
+        orders = [list(layout) for layout in layouts] == [list(layout) for layout in before]
+        expect(orders, "owners() changes the layouts", "no pop(): they are save()'s")
+        form = "{(name, Shard): one rank that holds it}"
+        all_there = isinstance(found, dict) and found.keys() == right.keys()
+        expect(all_there, f"{what}: owners() returns {found}", form)
+        for (name, shard), rank in right.items():
+            mine = found[name, shard]
+            if mine != rank:
+                hint = usual_hint(MISTAKES, finished.owners, (before,), found)
+                raise Wrong(f"{what}: rank {mine} saves {name}, not {rank}", hint)
+    hole, twice = layouts_of("tp", SHAPES, 3), layouts_of("tp", SHAPES, 3)
+    del hole[1]["o"]
+    twice[0]["o"] = finished.whole(SHAPES["o"])
+    for layouts, what in (hole, "a part of o on no rank"), (twice, "parts of o twice"):
+        hint = "add up the numbers of a tensor's pieces: they are those of its full shape"
+        try:
+            lab.owners(layouts)
+        except lab.CheckpointError as problem:
+            expect("o" in str(problem).split(":")[0].split(), f"{what}: {problem}", "name it")
+        except (ValueError, AssertionError) as problem:
+            raise Wrong(f"{what}: {problem!r}", "raise CheckpointError") from problem
+        else:
+            raise Wrong(f"{what} is accepted", hint)
+    return "every number has one owner, replicas are dealt out, a hole is refused"

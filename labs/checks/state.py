@@ -6,9 +6,12 @@ import tempfile
 from pathlib import Path
 
 import torch
+from checks.disk import Disk
 from checks.memory import Alive
 from checks.shards import finished, layouts_of, numbers_of, part_of, same, save_with
+from checks.usual import tried
 from harness import expect
+from safetensors import safe_open
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
@@ -33,7 +36,8 @@ class Tied(nn.Module):
 def check_optimizer(lab, group, seed):
     def built(start):
         model = Tied(start)
-        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+        order = [*model.parameters()][::-1]  # a trainer's groups: not in the order of the names
+        return model, torch.optim.AdamW([{"params": order[:1]}, {"params": order[1:]}], lr=0.1)
 
     def train(model, optimizer, steps):
         for step in steps:
@@ -45,20 +49,10 @@ def check_optimizer(lab, group, seed):
     (right, right_adam), (model, adam), (later, later_adam) = map(built, starts)
     train(right, right_adam, range(6))
     train(model, adam, range(3))
-    state, fresh = lab.training_state(model, adam), lab.training_state(later, later_adam)
-    names = list(dict(model.named_parameters()))
-    wanted = {f"{n}{key}" for n in names for key in ("", "/step", "/exp_avg", "/exp_avg_sq")}
-    for found, what in (state, "after 3 steps"), (fresh, "before the first step"):
-        expect(isinstance(found, dict), f"{what}: {type(found).__name__}, not a dict")
-        odd = sorted(wanted ^ set(found))
-        hint = "named_parameters() has a tied one once; of each: itself and three of AdamW's"
-        expect(not odd, f"{what}: {', '.join(odd[:4])} too many, or missing", hint)
-    for n, key in itertools.product(names, finished.STATE):
-        theirs = adam.state[model.get_parameter(n)][key]
-        hint = "the tensors of optimizer.state[parameter], by their own names, no copies"
-        shared = state[f"{n}/{key}"].data_ptr() == theirs.data_ptr()
-        expect(shared, f"{n}/{key} is not AdamW's {key} itself", hint)
-        expect(fresh[f"{n}/{key}"].count_nonzero() == 0, f"a new {key} is not zero")
+    hint = "without a state yet: zeros, put into optimizer.state[parameter]"
+    fresh = tried("before the first step", hint, lab.training_state, later, later_adam)
+    state = lab.training_state(model, adam)
+    expect_state(model, adam, state, fresh)
     for name, x in fresh.items():
         shape = x.shape == state[name].shape and x.dtype == state[name].dtype
         expect(shape, f"{name}: a new one is {x.dtype} {tuple(x.shape)}", "as AdamW makes it")
@@ -68,6 +62,29 @@ def check_optimizer(lab, group, seed):
     off = [n for n, p in later.named_parameters() if not torch.equal(p, right.get_parameter(n))]
     expect(not off, f"3 steps, a copy, 3 steps: {', '.join(off)} not as after 6", hint)
     return f"{len(state)} tensors, tied ones once; 3 + 3 steps are 6 steps, to the bit"
+
+
+def expect_state(model, adam, state, fresh):
+    """Raise Wrong unless state is AdamW's own tensors, and fresh zeros, each for itself."""
+    names = list(dict(model.named_parameters()))
+    wanted = {f"{n}{key}" for n in names for key in ("", "/step", "/exp_avg", "/exp_avg_sq")}
+    for found, what in (state, "after 3 steps"), (fresh, "before the first step"):
+        expect(isinstance(found, dict), f"{what}: {type(found).__name__}, not a dict")
+        odd = sorted(wanted ^ set(found))
+        hint = "named_parameters() has a tied one once; of each: itself and three of AdamW's"
+        expect(not odd, f"{what}: {', '.join(odd[:4])} too many, or missing", hint)
+        for name, x in found.items():
+            memory = isinstance(x, torch.Tensor) and not x.requires_grad
+            hint = "a tensor that can be read into: of a parameter its .data"
+            expect(memory, f"{what}: {name} is {type(x).__name__}", hint)
+        alone = len({x.data_ptr() for x in found.values()}) == len(found)
+        expect(alone, f"{what}: some tensors share their memory", "to each zeros of its own")
+    for n, key in itertools.product(names, finished.STATE):
+        theirs = adam.state[model.get_parameter(n)][key]
+        hint = "the tensors of optimizer.state[parameter], by their own names, no copies"
+        shared = state[f"{n}/{key}"].data_ptr() == theirs.data_ptr()
+        expect(shared, f"{n}/{key} is not AdamW's {key} itself", hint)
+        expect(fresh[f"{n}/{key}"].count_nonzero() == 0, f"a new {key} is not zero", "zeros")
 
 
 def check_export(lab, group, seed):
@@ -80,33 +97,49 @@ def check_export(lab, group, seed):
         config = LlamaConfig(**sizes, tie_word_embeddings=tied)
         model = LlamaForCausalLM(config).to(dtype)
         full = {name: p.data for name, p in model.named_parameters()}
-        shapes = {name: tuple(x.shape) for name, x in full.items()}
         what = f"embeddings {'tied' if tied else 'not tied'}, {dtype}"
         with tempfile.TemporaryDirectory() as folder:
             there, hf = Path(folder, "hf"), Path(folder, "model.safetensors")
             state = full | {f"{name}/exp_avg": x + 1 for name, x in full.items()}
             save_with(finished, folder, state, "zero3", 3)
             config.save_pretrained(folder)
-            with Alive() as alive:
+            disk = Disk()
+            with Alive() as alive, disk.inside():
                 lab.export(folder, hf)
             expect(hf.exists(), f"{what}: no file {hf.name}", "os.replace the draft")
-            names = set(json.loads(hf.read_bytes()[8:].partition(b"}}")[0] + b"}}")) - {
-                "__metadata__"
-            }
+            there_at_once = f"{hf.name} is opened" in disk.log
+            hint = "write a draft beside path, then os.replace it: a kill leaves no half of a file"
+            expect(not there_at_once, f"{what}: {hf.name} is written in place", hint)
+            hint = "of each tensor the dtype and shape of the index, and all its numbers"
+            names = set(tried(what, hint, safe_open, hf, "pt").keys())
             expect(names == set(full), f"{what}: {len(names)} tensors", "parameters alone: no /")
-            expect(not Path(f"{hf}.draft").exists(), f"{what}: the draft is left")
+            expect(not Path(f"{hf}.draft").exists(), f"{what}: the draft is left", "os.replace it")
             most = 2 * max(x.nbytes for x in full.values()) + 64
             hint = "get(name) makes one full tensor, when write_tensors asks for it"
             expect(alive.peak <= most, f"{what}: {alive.peak} bytes alive, {most} do", hint)
-            theirs = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
-            expect(same(dict(theirs.named_parameters()), full), f"{what}: HF reads other weights")
+            hint = "of each tensor the dtype and shape of the index, and all its numbers"
+            theirs = tried(what, hint, LlamaForCausalLM.from_pretrained, folder, dtype=dtype)
+            weights = dict(theirs.named_parameters())
+            expect(same(weights, full), f"{what}: HF reads other weights", hint)
             model.save_pretrained(there, max_shard_size="2KB")
-            index = lab.import_index(there)
-            expect(len(index["tensors"]) == len(full), f"{what}: {len(index['tensors'])} tensors")
-            for layout in layouts_of("zero3", shapes, 3):
-                mine = {n: torch.zeros(len(numbers_of(s)), dtype=dtype) for n, s in layout.items()}
-                finished.fill(there, index, mine, layout)
-                right = {name: part_of(full[name], shard) for name, shard in layout.items()}
-                hint = "numbers begin at 8 + the header's length + data_offsets[0]; one run, whole"
-                expect(same(mine, right), f"{what}: other numbers come from HF's files", hint)
+            check_import(lab, there, full, what)
     return "HF reads what is exported, to the bit; HF's files load into 3 shards"
+
+
+def check_import(lab, folder, full, what):
+    """The index of HF's files has each tensor once, and fill() finds its numbers by it."""
+    index, right = lab.import_index(folder), finished.import_index(folder)["tensors"]
+    found = json.loads(json.dumps(index["tensors"]))  # lists or tuples
+    expect(found.keys() == right.keys(), f"{what}: {len(found)} tensors, not {len(right)}")
+    for name, entry in right.items():
+        hint = "numbers begin at 8 + the header's length + data_offsets[0]; one piece of one run"
+        expect(found[name] == entry, f"{what}: {name} is {found[name]}", hint)
+    shapes = {name: tuple(x.shape) for name, x in full.items()}
+    for layout in layouts_of("zero3", shapes, 3):
+        mine = {n: full[n].new_zeros(len(numbers_of(s))) for n, s in layout.items()}
+        finished.fill(folder, index, mine, layout)
+        expect(
+            same(mine, {name: part_of(full[name], shard) for name, shard in layout.items()}),
+            f"{what}: other numbers come from HF's files",
+            hint,
+        )

@@ -1,11 +1,13 @@
 """A small LLaMA trained in a stage of ZeRO, each step held against one device's: for lab 9."""
 
+import random
 from functools import partial
 from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
-from checks.compare import attempt, close
+from checks.compare import close, drawn
+from checks.tools import noted_waits, subgroup
+from checks.usual import tried
 from harness import LABS, Traffic, expect, expect_close, load
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
@@ -17,7 +19,7 @@ loss_of = finished.loss_of
 
 EXACT = 1e-9
 expect_equal = partial(close, tolerance=EXACT)
-SIZE = "a collective's input or output is P times the other; a gradient is missing"
+SIZE = "a collective's input or output is P times the other; master.grad has `own` numbers"
 STEPS, RATE, TOKENS = 3, 1e-2, 12
 SIZES = {"hidden_size": 20, "intermediate_size": 27, "num_hidden_layers": 3, "vocab_size": 37}
 SIZES |= {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 4}
@@ -109,13 +111,17 @@ def expected_bytes(sizes, world, stage, backwards, width=8):
     return {"reduce_scatter": times * sum(padded), "all_gather": gathered}
 
 
-def expect_messages(what, traffic, wanted):
-    """Raise Wrong where a collective moves more than wanted, or one that is not wanted."""
+def expect_messages(what, traffic, wanted, waits):
+    """Raise Wrong where a collective moves more than wanted, is not wanted, or is not awaited."""
     for op, (calls, nbytes) in traffic.ops.items():
         found = f"{what}: {op} moves {nbytes} bytes in {calls} calls; {wanted.get(op, 0)} will do"
-        scatter = "all_reduce" in traffic.ops and "reduce_scatter" in wanted
-        hint = "a reduce-scatter brings a rank its shard of the sum, and no more" if scatter else ""
+        hint = "a unit as one message, once; what is one number for all units, once for all"
+        if "all_reduce" in traffic.ops and "reduce_scatter" in wanted:
+            hint = "a reduce-scatter brings a rank its shard of the sum, and no more"
         expect(nbytes <= wanted.get(op, 0), found, hint)
+    begun = sum(calls for calls, _ in traffic.ops.values())
+    found = f"{what}: {begun} collectives begin, {len(waits)} are awaited"
+    expect(len(waits) >= begun, found, "work.wait() before the result is used")
 
 
 def gradient_hints(step, unit, rank, part):
@@ -138,22 +144,21 @@ def start(lab, group, stage, seed, tied):
         expect(isinstance(master, nn.Parameter), f"{name} is {kind}", "a Parameter")
         found = f"{name} has {master.numel()} numbers, {last - first} are parameters"
         expect(master.numel() == last - first, found, "no optimizer state for padding or others")
-        shard, mine = (t.untyped_storage().data_ptr() for t in (unit.shard, master))
+        shard, mine = (
+            (t.untyped_storage().data_ptr(), t.storage_offset()) for t in (unit.shard, master)
+        )
         hint = "a step has to change the shard: a view of it, not a copy"
         expect(mine == shard, f"{name} has memory of its own", hint)
     return model, units, torch.optim.AdamW(masters, lr=RATE, foreach=False)
 
 
-def follow(lab, group, stage, seed, tied, backwards, max_norm=None, watch=None):
-    """Train STEPS steps in a stage, each held against one device; returns the largest error.
-
-    watch(model, units, traffic) may look on; what it returns judges what it saw.
-    """
+def follow(lab, group, stage, seed, tied, backwards, max_norm=None):
+    """Train STEPS steps in a stage, each held against one device; returns the largest error."""
     rank, world, worst = group.rank(), group.size(), 0
     case = one_device(seed, world, tied, backwards, max_norm)
     model, units, optimizer = start(lab, group, stage, seed, tied)
     parts = [slice(*shard_of(size, rank, world)) for size in case.sizes]
-    name, kept = f"ZeRO-{stage} on {world} ranks", []  # kept: the gradients that AdamW sees
+    kept = []  # the gradients that AdamW sees
 
     def note(*_):
         kept[:] = [None if u.master.grad is None else u.master.grad.clone() for u in units]
@@ -161,28 +166,67 @@ def follow(lab, group, stage, seed, tied, backwards, max_norm=None, watch=None):
     optimizer.register_step_pre_hook(note)
     hint = "a parameter is empty, or full None, where it is needed" if stage == 3 else SIZE
     wanted = expected_bytes(case.sizes, world, stage, backwards)
-    wanted |= {"all_reduce": 8} if max_norm else {}
+    if max_norm:  # one number more, by either of these
+        wanted |= {"all_reduce": 8, "all_gather": wanted["all_gather"] + 8 * world}
     for number, step in enumerate(case.steps):
-        where = f"{name}, step {number + 1}"
-        with Traffic() as traffic:
-            judge = watch(model, units, traffic) if watch else None
+        where = f"ZeRO-{stage} on {world} ranks, step {number + 1}"
+        with Traffic() as traffic, noted_waits() as waits:
             args = model, units, optimizer, case.ids[rank], max_norm
-            loss = attempt(where, hint, lab.train_step, *args)
-        if judge:
-            judge()
+            loss = tried(where, hint, lab.train_step, *args)
+        expect_messages(where, traffic, wanted, waits)
         right = step.losses[rank]
         expect_equal(f"{where}: the loss", loss, right, {}, astray(stage, number, "loss"))
-        for i, (mine, part) in enumerate(zip(kept, parts)):
-            what = f"{where}: the gradient of unit {i}"
-            expect(mine is not None, f"{what} is missing", "set master.grad to the own part")
-            if not max_norm:  # check_clip compares what is clipped
-                hints, otherwise = gradient_hints(step, i, rank, part), astray(stage, number, "")
-                off = expect_equal(what, mine, step.grads[i][part], hints, otherwise)
-                worst = max(worst, off)
+        if not max_norm:  # check_clip compares what is clipped
+            worst = max(worst, expect_gradients(where, stage, number, kept, step, rank, parts))
         worst = max(worst, expect_weights(where, units, step.weights, parts))
-        expect_messages(where, traffic, wanted)
     expect_state(optimizer, units, 2 * sum(part.stop - part.start for part in parts))
     return worst
+
+
+def expect_gradients(where, stage, number, kept, step, rank, parts):
+    """Raise Wrong unless each unit's gradient is one device's, the rank's part of it; the error."""
+    worst = 0
+    for i, (mine, part) in enumerate(zip(kept, parts)):
+        what = f"{where}: the gradient of unit {i}"
+        expect(mine is not None, f"{what} is missing", "set master.grad to the own part")
+        hints, otherwise = gradient_hints(step, i, rank, part), astray(stage, number, "")
+        worst = max(worst, expect_equal(what, mine, step.grads[i][part], hints, otherwise))
+    return worst
+
+
+def check_arrivals(lab, group, seed):
+    """Units of ZeRO-2, whose gradients arrive in any order, in two backwards."""
+    rank, world, draw = group.rank(), group.size(), random.Random(seed)
+    shapes = [(2, 3), (4,), (1,)]
+    for _ in range(4):
+        unit = lab.Unit([nn.Parameter(drawn(seed, *shape)) for shape in shapes], group, 2)
+        own = slice(*shard_of(unit.size, rank, world))
+        wanted = expected_bytes([unit.size], world, 2, 1) | {"all_gather": 0}
+        means = []
+        for backward in range(2):
+            parts = [drawn(seed + 10 * backward + r, unit.size) for r in range(world)]
+            means.append(sum(parts)[own] / world)
+            with Traffic() as traffic, noted_waits() as waits:
+                for place, i in enumerate(draw.sample(range(len(shapes)), len(shapes))):
+                    found = f"a reduce-scatter when {place} of {len(shapes)} gradients are there"
+                    hint = "send when none is missing, whatever their order; flatten() pads for it"
+                    expect(not traffic.ops, found, hint)
+                    unit.params[i].grad = unit.views(parts[rank])[i].clone()
+                    tried("arrived()", hint, unit.arrived, unit.params[i])
+            hint = "send in the backward, when the last one comes, whichever that is"
+            expect(traffic.ops, "all gradients of a unit are there, and none are sent", hint)
+            left = [p for p in unit.params if p.grad is not None]
+            hint = "set every .grad to None: the full gradients are to be gone"
+            expect(not left, f"{len(left)} gradients stay after they were sent", hint)
+            expect_messages("arrived()", traffic, wanted, waits)
+            hints = {"the mean over the ranks is wanted, not the sum": sum(means) * world}
+            hints["reduce-scatter the gradients of all ranks"] = parts[rank][own]
+            hints["divided by P twice"] = sum(means) / world
+            if backward:
+                hints["add to what earlier backwards left: all the step's"] = means[-1]
+            what, mine = f"shard_grad after {backward + 1} backwards", unit.shard_grad[: unit.own]
+            hint = "the mean over the ranks, padded as flatten() does it; added to what is there"
+            expect_equal(what, mine, sum(means), hints, hint)
 
 
 def expect_state(optimizer, units, most):
@@ -208,7 +252,8 @@ def expect_weights(what, units, weights, parts):
     worst = 0
     for i, (unit, right, part) in enumerate(zip(units, weights, parts)):
         name, mine = f"{what}: unit {i}, the own shard", unit.shard[: unit.own]
-        worst = max(worst, expect_close(name, mine, right[part], EXACT))
+        hint = "it is the optimizer's alone: nothing else writes to it"
+        worst = max(worst, expect_close(name, mine, right[part], EXACT, hint=hint))
         if unit.stage < 3:
             full = torch.cat([p.detach().flatten() for p in unit.params])
             hint = "the own shard is right, the others are not: every rank needs all shards in full"
@@ -255,14 +300,13 @@ def watch_layers(model, layers, waits):
 
 def own_pair(group):
     """Of 4 ranks 0 and 3, or 1 and 2: the group that this rank is in."""
-    pairs = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]
-    return pairs[group.rank() in (1, 2)]
+    return subgroup(group, ranks=[0, 3] if group.rank() in (0, 3) else [1, 2])
 
 
-def follow_both(lab, group, stage, seed, watch=None):
+def follow_both(lab, group, stage, seed):
     """On all ranks with two backwards a step, and on two of them with tied embeddings: a report."""
-    pair = dist.new_group([1, 2])  # its rank 0 is rank 1 of all
-    worst = follow(lab, group, stage, seed, False, 2, watch=watch)
+    worst = follow(lab, group, stage, seed, False, 2)
     if group.rank() in (1, 2):
-        worst = max(worst, follow(lab, pair, stage, seed, True, 1, watch=watch))
+        pair = subgroup(group, ranks=[1, 2])  # its rank 0 is rank 1 of all
+        worst = max(worst, follow(lab, pair, stage, seed, True, 1))
     return f"{STEPS} steps on 2 and {group.size()} ranks, gradients, weights off by {worst:.0e}"
