@@ -51,7 +51,7 @@ def start(args):
         print(os.getpid(), file=file)
     args.config = SimpleNamespace(vocab_size=9, hidden_size=1, intermediate_size=1, head_dim=1)
     args.config.rope_parameters = {}
-    args.device, args.attention = torch.device("cpu"), "sdpa"
+    args.device, args.attn_implementation = torch.device("cpu"), "sdpa"
     if "MASTER_ADDR" in os.environ:
         dist.init_process_group("gloo")
     return SimpleNamespace(size=lambda: int(os.environ["WORLD_SIZE"]))

@@ -35,7 +35,9 @@ def measure(name, dtensor):
     """{"step": processor seconds; without DTensor "kernels": of these, in torch's operations}."""
     script = load(LABS.parent / "tp.py")
     model, ids = build(*MODELS[name])
-    args = SimpleNamespace(config=model.config, recompute="none", loss="full", attention="sdpa")
+    args = SimpleNamespace(
+        config=model.config, recompute="none", loss="full", attn_implementation="sdpa"
+    )
     vars(args).update(batch=1, length=ids.shape[1], dtensor=dtensor, device=torch.device("cpu"))
     with fake_mesh({"tp": 2}) as mesh:
         group = mesh.get_group("tp")

@@ -67,7 +67,12 @@ class Scripted:
         model = build(seed)
         self.full = {name: p.shape for name, p in model.named_parameters()}
         device = torch.device("cpu")
-        how = {"config": model.config, "recompute": "none", "loss": "full", "attention": "sdpa"}
+        how = {
+            "config": model.config,
+            "recompute": "none",
+            "loss": "full",
+            "attn_implementation": "sdpa",
+        }
         how |= {"attn": "sdpa", "timeout": 60}
         how |= {"batch": BATCH, "length": LENGTH, "dtensor": False, "device": device}
         how |= {"schedule": "1f1b", "virtual_stages": 1, "microbatches": 3}
