@@ -313,7 +313,7 @@ def parallelize(model, group, args):
     i0, i1 = split(config.intermediate_size, rank, world)
     v0, v1 = split(config.vocab_size, rank, world)
     kv_marks = {"replicas": replicas, "sum_over": None}
-    if replicas > 1:  # each with other queries of the KV head: each has a part of its gradient
+    if replicas > 1:  # each has other queries of the KV head, so a part of its gradient
         timeout = datetime.timedelta(seconds=args.timeout)
         kv_marks["sum_over"], _ = dist.new_subgroups(replicas, group=group, timeout=timeout)
     for layer in model.model.layers:
@@ -860,8 +860,8 @@ def find_model(name):
     except Exception as problem:  # of many kinds
         raise UsageError(f"cannot read the model {name}: {problem!r}") from None
     if config is None:
-        others = "scale logits (granite, gemma), fuse matrices (phi3, glm) or have experts (lab 12)"
-        would = f"{', '.join(FAMILIES)} would do; others {others}"
+        others = "scale logits (granite, gemma), fuse matrices (phi3, glm), have experts (lab 12)"
+        would = f"{', '.join(FAMILIES)} would do; others {others} or are not proved"
         raise UsageError(f"{name} is a model of type {family}; {would}")
     if "quantization_config" in entries or (path / "adapter_config.json").exists():
         raise UsageError(f"{name} is quantized or has an adapter; plain weights would do")

@@ -810,8 +810,8 @@ def find_model(name):
     except Exception as problem:  # of many kinds
         raise UsageError(f"cannot read the model {name}: {problem!r}") from None
     if config is None:
-        others = "scale logits (granite, gemma), fuse matrices (phi3, glm) or have experts (lab 12)"
-        would = f"{', '.join(FAMILIES)} would do; others {others}"
+        others = "scale logits (granite, gemma), fuse matrices (phi3, glm), have experts (lab 12)"
+        would = f"{', '.join(FAMILIES)} would do; others {others} or are not proved"
         raise UsageError(f"{name} is a model of type {family}; {would}")
     if "quantization_config" in entries or (path / "adapter_config.json").exists():
         raise UsageError(f"{name} is quantized or has an adapter; plain weights would do")

@@ -137,12 +137,7 @@ BROKEN = [  # what is wrong, {ours: theirs}, the check that has to say so, and w
         "loss",
         "has a gradient in another document's embeddings",
     ),
-    (
-        "no layer has a window",
-        {'others.get("sliding_window")': "None"},
-        "loss",
-        "off by",
-    ),
+    ("no layer has a window", {'others.get("sliding_window")': "None"}, "loss", "off by"),
 ]
 
 

@@ -73,6 +73,18 @@ def proof_on_cuda(script, put, options, world):
     """Steps, and their comparison with one device. What asks a tensor for its value is told 1."""
     script = load(script, put)
     values = {"item": lambda x: 1, "__float__": lambda x: 1.0, "__bool__": lambda x: True}
+
+    def on_the_gpu(function):
+        def run(model, *others):
+            found = function(model, *others)
+            seen = [found, *(p.grad for p in model.parameters())]
+            assert all(x is None or x.is_cuda for x in seen)
+            return found
+
+        return run
+
+    script.train_step = on_the_gpu(script.train_step)
+    script.local_logits = on_the_gpu(script.local_logits)
     for rank, attn in [(rank, attn) for rank in range(world) for attn in ("sdpa", "eager")]:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
         how = ["--backend", "fake", "--mode", "benchmark", "--dtype", "bfloat16", "--attn", attn]

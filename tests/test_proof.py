@@ -54,11 +54,7 @@ def train_step(model, ids, labels, *others, right=train_step, kept=[]):
 SABOTAGES = [
     ("targets are rolled, not shifted", ["tp.py", "pp.py"], {SHIFT: "labels.roll(-1, 1)"}),
     ("the loss is divided by the number of labels", STRATEGIES, {COUNT: LABELS}),
-    (
-        "the batch is flattened before the shift",
-        ["sp_ulysses.py"],
-        {SHIFT: FLAT},
-    ),
+    ("the batch is flattened before the shift", ["sp_ulysses.py"], {SHIFT: FLAT}),
     (
         "what is ignored is a prefix",
         ["pp.py"],

@@ -111,10 +111,7 @@ def test_predictions_are_near_what_others_measured():
     ratios = {i: make.predicted(part, row) / float(row["measured"]) for i, row in PUBLISHED}
     near = [abs(ratio - 1) <= 0.2 for ratio in ratios.values()]
     assert all(is_near or row["why"] for is_near, (_, row) in zip(near, PUBLISHED)), ratios
-    told = (
-        f"published {len(near)} such measurements",
-        f"{sum(near)} predictions are within 20%",
-    )
+    told = (f"published {len(near)} such measurements", f"{sum(near)} predictions are within 20%")
     assert all(words in (ROOT / "README.md").read_text() for words in told)
 
 

@@ -17,7 +17,6 @@ from checks.muon import (
     SHAPES,
     Products,
     both_groups,
-    called,
     dealt,
     expect_freed,
     expect_model,
@@ -35,6 +34,7 @@ from checks.muon import (
     tiny,
     torchs,
 )
+from checks.usual import tried
 from harness import Traffic, expect
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -206,7 +206,7 @@ def check_way(lab, group, seed, way, hint):
         seen, right = watched(lab, traffic)
         with traffic, FlopCounterMode(display=False) as counter:
             call = getattr(lab, way), parts, matrices, each, DOUBLE
-            found = called(what, hint, *call)
+            found = tried(what, hint, *call)
         lab.orthogonalize = right
         expect_same("a part of an update", parts, given)
         found = tensors_of(f"{what}", found, len(parts))

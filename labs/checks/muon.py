@@ -3,10 +3,9 @@
 from functools import cache
 from types import SimpleNamespace
 
-import blame
 import torch
 import torch.distributed as dist
-from checks.compare import attempt, drawn
+from checks.compare import drawn
 from checks.experts import Float64
 from checks.tools import subgroup
 from harness import LABS, Wrong, expect, load
@@ -313,16 +312,6 @@ def both_groups(group):
     """[this rank's groups]: all ranks, and if this is the first or last one, these two alone."""
     ends = [0, group.size() - 1]
     return [group] if group.rank() not in ends else [subgroup(group, ranks=ends), group]
-
-
-def called(what, hint, function, *args):
-    """attempt(), whose hint stands back where the text of an error has one of its own."""
-    try:
-        return attempt(what, hint, function, *args)
-    except Wrong as wrong:
-        if wrong.__cause__ is None:  # not an error: the function itself says Wrong
-            raise
-        raise Wrong(wrong.found, blame.hint_at(wrong.found) or hint) from wrong.__cause__
 
 
 def tensors_of(what, found, count):

@@ -1,4 +1,4 @@
-"""What labs 7 to 13 share: hints by usual mistakes, a call that may fail, memory that is alive.
+"""What labs 7 to 17 share: hints by usual mistakes, a call that may fail, memory that is alive.
 
 A usual mistake is a part of a finished function's text, and what stands there instead: what that
 gives is compared with what the learner's gives. Who changes a finished exercise changes its

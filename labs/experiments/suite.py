@@ -50,7 +50,8 @@ def batch(seed, step):
 
 
 def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-2, foreach=False)
+    # eps: with torch's 1e-8 a gradient that is nothing but rounding becomes a visible step
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4, foreach=False)
 
 
 def local(tensor):
