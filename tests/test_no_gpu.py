@@ -71,7 +71,7 @@ def backward(root, grad=None):
 
 def proof_on_cuda(script, put, options, world):
     """Steps, and their comparison with one device. What asks a tensor for its value is told 1."""
-    script = load(script, put)
+    script = load(script, put | {"range(20)": "range(1)"})  # of learning a step is as good as all
     values = {"item": lambda x: 1, "__float__": lambda x: 1.0, "__bool__": lambda x: True}
 
     def on_the_gpu(function):
@@ -83,8 +83,8 @@ def proof_on_cuda(script, put, options, world):
 
         return run
 
-    script.train_step = on_the_gpu(script.train_step)
-    script.local_logits = on_the_gpu(script.local_logits)
+    for name in ("train_step", "local_logits"):
+        script.check_learning.__globals__[name] = on_the_gpu(getattr(script, name))
     for rank, attn in [(rank, attn) for rank in range(world) for attn in ("sdpa", "eager")]:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
         how = ["--backend", "fake", "--mode", "benchmark", "--dtype", "bfloat16", "--attn", attn]
