@@ -824,7 +824,7 @@ def check_benchmark(args, group):
     print_table([{label: name} | result[name] for name in ("forward_s", "forward_backward_s")])
     print_table([{"rank": rank, "peak memory, bytes": n} for rank, n in zip(ranks, peaks)])
     if traffic:
-        print(f"\n  What rank {group.rank()} sends in a step; bytes are of the full tensors:")
+        print(f"\n  What rank {group.rank()} sends in a step; bytes are message bytes:")
         print_table(traffic)
     result["tokens_per_s"] = args.batch * args.length / result["forward_backward_s"]["median"]
     summary = f"{result['tokens_per_s']:.0f} tokens per second; messages as expected_traffic() says"
