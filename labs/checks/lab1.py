@@ -3,24 +3,31 @@
 Values are compared with torch.distributed, gradients with one device, traffic with the formulas.
 """
 
-import sys
-import traceback
-from concurrent.futures import ThreadPoolExecutor
+import time
 from functools import partial
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from blame import own_line
-from checks.tools import appears, noted_waits, shared_folder
-from harness import LABS, TorchDispatchMode, Traffic, Wrong, expect, expect_close, load
+from checks.compare import mistaken
+from checks.link import Link
+from checks.tools import noted_waits, subgroup
+from harness import LABS, Traffic, expect, expect_close, load
 
 SUBGROUP = True  # the group is not the world, and has other rank numbers
-chunk_sizes = load(LABS / "lab1_collectives.py").chunk_sizes  # not the learner's
+finished = load(LABS / "lab1_collectives.py")  # not the learner's
+chunk_sizes = finished.chunk_sizes
 
 
 def draw_all(seed, world, *shape):
     """The inputs of all ranks, each drawn by all of them."""
     return list(torch.randn(world, *shape, generator=torch.Generator().manual_seed(seed)))
+
+
+def ring_inputs(seed, P):
+    """[all ranks' x (n, 5)]: even chunks, uneven ones of another dtype, some that are empty."""
+    for n, dtype in ((8 * P, torch.float32), (8 * P - 1, torch.float64), (2, torch.float32)):
+        yield [x.to(dtype) for x in draw_all(seed + n, P, n, 5)]
 
 
 def counted(function, *args):
@@ -45,15 +52,14 @@ def check_unchanged(x, before):
     expect(torch.equal(x, before), "the input was overwritten", hint)
 
 
-def within(seconds, hint, function, *args):
-    """What function returns; Wrong if it is stuck for so long. Its thread stays there."""
-    try:
-        return ThreadPoolExecutor(1).submit(function, *args).result(timeout=seconds)
-    except TimeoutError:
-        stacks = map(traceback.extract_stack, sys._current_frames().values())
-        frames = [(call.filename, call.lineno) for stack in stacks for call in stack]
-        line = own_line(frames, args[0].__code__.co_filename, args[0].__name__)
-        raise Wrong(f"{line}stuck for {seconds} s", hint) from None
+def on_a_ring(lab, function, *args):
+    """counted(), where exchange() sends to one neighbour alone."""
+    with mock.patch.object(lab, "exchange", wraps=lab.exchange) as exchange:
+        out = counted(function, *args)
+    to = {call.args[1] if call.args[1:] else call.kwargs["to"] for call in exchange.mock_calls}
+    hint = "a ring: always to the same neighbour, who sends it on"
+    expect(len(to) < 2, f"sends to ranks {sorted(to)}", hint)
+    return out
 
 
 def exchange_cases(P):
@@ -63,17 +69,15 @@ def exchange_cases(P):
 
 
 def check_exchange(lab, group, seed):
-    hint = "all wait in send, nobody receives: start both (isend, irecv), then wait for both"
     late = "call work.wait() on both: gloo forgives a work that is thrown away, NCCL does not"
-    rank, P = group.rank(), group.size()
+    rank, P, group = group.rank(), group.size(), subgroup(group, 10)  # if all wait, so long
     for ahead, rows, dtype in exchange_cases(P):
         to, source = (rank + ahead) % P, (rank - ahead) % P
         drawn = zip(rows, draw_all(seed, P, 3, 1 << 16))
         xs = [x[:, :n].T.to(dtype) for n, x in drawn]  # (n, 3), not contiguous
         x, right, before = xs[rank], xs[source], xs[rank].clone()
-        call = lab.exchange, x, to, source, right.shape, group
         with noted_waits() as waits:
-            mine, traffic = within(5, hint, counted, *call)
+            mine, traffic = counted(lab.exchange, x, to, source, right.shape, group)
         expect(len(waits) >= 2, f"waits for {len(waits)} of 2 transfers", late)
         expect(
             mine.dtype == x.dtype, f"{mine.dtype} is returned for {x.dtype}", "x.new_empty(shape)"
@@ -88,32 +92,29 @@ def check_exchange(lab, group, seed):
 
 def check_reduce_scatter(lab, group, seed):
     rank, P = group.rank(), group.size()
-    for n in (8 * P, 8 * P + 3, 2):  # even, uneven, some chunks empty
-        sizes, xs = chunk_sizes(n, P), draw_all(seed + n, P, n, 5)
-        x, total = xs[rank].clone(), xs[rank].clone()
-        dist.all_reduce(total, group=group)
-        mine, traffic = counted(lab.ring_reduce_scatter, x, group)
-        chunks, sums = [x.split(sizes) for x in xs], total.split(sizes)
+    for xs in ring_inputs(seed, P):
+        x, total, n = xs[rank].clone(), sum(xs), len(xs[0])
+        sizes = chunk_sizes(n, P)
+        mine, traffic = on_a_ring(lab, lab.ring_reduce_scatter, x, group)
+        parts, sums = [x.split(sizes)[rank] for x in xs], total.split(sizes)
         hints = {
             "chunk rank - 1 sets out first, not chunk rank": sums[(rank + 1) % P],
-            "only two ranks' parts: send the sum so far": chunks[rank][rank]
-            + chunks[rank - 1][rank],
+            "only two ranks' parts: send the sum so far": parts[rank] + parts[rank - 1],
         }
         check_unchanged(x, xs[rank])
         hint = "first send chunk rank - 1; to what comes add your own chunk of that number"
         error = expect_close(f"chunk {rank} of {n} rows", mine, sums[rank], 1e-5, hints, hint)
-        check_traffic(traffic, P - 1, (n - sizes[rank]) * 5 * 4)
+        check_traffic(traffic, P - 1, (n - sizes[rank]) * x[0].nbytes)
     return f"off by {error:.0e}; {P - 1} steps, {1 - 1 / P:.0%} of x sent"
 
 
 def check_all_gather(lab, group, seed):
     rank, P = group.rank(), group.size()
-    for n in (8 * P, 8 * P + 3, 2):
-        sizes = chunk_sizes(n, P)
-        shards = [x[:size] for x, size in zip(draw_all(seed + n, P, n, 5), sizes)]
-        shard, right = shards[rank].clone(), [None] * P
-        dist.all_gather_object(right, shard, group=group)
-        mine, traffic = counted(lab.ring_all_gather, shard, n, group)
+    for xs in ring_inputs(seed, P):
+        n, row, sizes = len(xs[0]), xs[0][0].nbytes, chunk_sizes(len(xs[0]), P)
+        shards = [x[:size] for x, size in zip(xs, sizes)]
+        shard = shards[rank].clone()
+        mine, traffic = on_a_ring(lab, lab.ring_all_gather, shard, n, group)
         arrived = torch.cat([shards[(rank - step) % P] for step in range(P)])
         neighbours = [shard if c == rank else shards[rank - 1] for c in range(P)]
         short = [shard if c == (rank + 1) % P else shards[c] for c in range(P)]
@@ -123,22 +124,22 @@ def check_all_gather(lab, group, seed):
             "one chunk has not come: P - 1 steps": torch.cat(short),
         }
         hint = "what comes in step s is chunk rank - s - 1, of that chunk's size, in that place"
-        expect_close(f"{n} rows from {P} ranks", mine, torch.cat(right), 0, hints, hint)
+        expect_close(f"{n} rows from {P} ranks", mine, torch.cat(shards), 0, hints, hint)
         check_unchanged(shard, shards[rank])
-        check_traffic(traffic, P - 1, (n - sizes[(rank + 1) % P]) * 5 * 4)
+        check_traffic(traffic, P - 1, (n - sizes[(rank + 1) % P]) * row)
     return f"exact; {P - 1} steps, {1 - 1 / P:.0%} of the result sent"
 
 
 def check_all_reduce(lab, group, seed):
     rank, P = group.rank(), group.size()
-    for n in (8 * P, 8 * P + 3, 2):
-        sizes, xs = chunk_sizes(n, P), draw_all(seed + n, P, n, 5)
-        x, total = xs[rank].clone(), xs[rank].clone()
-        dist.all_reduce(total, group=group)
+    for xs in ring_inputs(seed, P):
+        x, n, total = xs[rank].clone(), len(xs[0]), sum(xs)
+        sizes = chunk_sizes(n, P)
         mine, traffic = counted(lab.ring_all_reduce, x, group)
         check_unchanged(x, xs[rank])
         error = expect_close(f"the sum of {n} rows", mine, total, hint="the sum of all ranks' x")
-        check_traffic(traffic, 2 * (P - 1), (2 * n - sizes[rank] - sizes[(rank + 1) % P]) * 5 * 4)
+        rows = 2 * n - sizes[rank] - sizes[(rank + 1) % P]
+        check_traffic(traffic, 2 * (P - 1), rows * x[0].nbytes)
         results = [torch.empty_like(mine) for _ in range(P)]
         dist.all_gather(results, mine, group=group)
         same = all(torch.equal(mine, result) for result in results)
@@ -155,10 +156,10 @@ def uneven_rows(P):
 
 def check_all_to_all(lab, group, seed):
     rank, P = group.rank(), group.size()
-    for table in ([[2] * P] * P, uneven_rows(P)):
+    for table, dtype in ([[2] * P] * P, torch.float32), (uneven_rows(P), torch.float64):
         sends, receives = table[rank], [row[rank] for row in table]
-        x = draw_all(seed, P, sum(sends), 5)[rank]
-        before, right = x.clone(), torch.empty(sum(receives), 5)
+        x = draw_all(seed, P, sum(sends), 5)[rank].to(dtype)
+        before, right = x.clone(), x.new_empty(sum(receives), 5)
         dist.all_to_all_single(right, x, receives, sends, group=group)
         mine, traffic = counted(lab.all_to_all, x, sends, receives, group)
         parts = right.split(receives)
@@ -172,7 +173,7 @@ def check_all_to_all(lab, group, seed):
         hint = "`sends` cuts x, `receives` what comes; what this rank keeps needs no message"
         expect_close(f"{sum(receives)} rows from {P} ranks", mine, right, 0, hints, hint)
         check_unchanged(x, before)
-        check_traffic(traffic, P - 1, (sum(sends) - sends[rank]) * 5 * 4)
+        check_traffic(traffic, P - 1, (sum(sends) - sends[rank]) * x[0].nbytes)
     return f"exact, even and uneven; {P - 1} steps, the own rows stay"
 
 
@@ -185,7 +186,10 @@ def expect_gradient(function, args, graph, rank, w, rows, hints):
     own = inputs[rank].detach().clone().requires_grad_()
     out = function.apply(own, *args)
     backward = partial(torch.autograd.grad, allow_unused=True)
-    (mine,), traffic = counted(backward, out, own, w[rank][: len(out)])
+    given = w[rank][: len(out)]
+    before = given.clone()
+    (mine,), traffic = counted(backward, out, own, given)
+    check_unchanged(given, before)
     loss = sum((y * weights[: len(y)]).sum() for y, weights in zip(outputs, w))
     (right,) = torch.autograd.grad(loss, inputs[rank])
     hint = "the sum of what all ranks did with it; nothing is divided"
@@ -225,78 +229,37 @@ def check_gradients(lab, group, seed):
     return f"off by {error:.0e} from one device; as many bytes as forward"
 
 
-class Watch(TorchDispatchMode):
-    """Calls note("all_reduce") and note("dw"): a matrix product of that size."""
-
-    def __init__(self, size, note):
-        super().__init__()
-        self.size, self.note = size, note
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func._opname.startswith(("allreduce", "all_reduce")):
-            self.note("all_reduce")
-        elif func._opname in ("mm", "addmm", "bmm", "baddbmm") and out.numel() == self.size:
-            self.note("dw")
-        return out
-
-
-def overlap_order(lab, group, args):
-    """((dx, dw), traffic, whether it waited for the late rank, order) of linear_backward(*args).
-
-    The last rank is late: the others have computed dw, or have had 1.5 s each to do so. order:
-    [("all_reduce" or "dw", whether the late rank had come)].
-    """
-    rank, late = group.rank(), group.size() - 1
-    with shared_folder(group) as folder:
-        joined, order = folder / "joined", []
-
-        def note(what):
-            order.append((what, joined.exists()))
-            (folder / f"{what}{rank}").touch()
-
-        dist.barrier(group)
-        if rank == late:
-            for r in range(late):
-                appears(folder / f"dw{r}", 1.5)
-            appears(folder / "returned0", 0.3)  # an answer that waits cannot return yet
-            joined.touch()
-        with Watch(args[1].numel(), note):
-            result, traffic = counted(lab.linear_backward, *args, group)
-        waited = joined.exists()
-        (folder / f"returned{rank}").touch()
-    return result, traffic, waited, order
-
-
 def check_overlap(lab, group, seed):
+    """On a slow Link, whose log shows what came before what."""
     rank, P = group.rank(), group.size()
     shapes = enumerate([(6, 5), (4, 5), (6, 4)])
     xs, weights, grads = (draw_all(seed + i, P, *shape) for i, shape in shapes)
     given = xs[0], weights[rank], grads[rank]
     args = [tensor.clone() for tensor in given]
-    (dx, dw), traffic, waited, order = overlap_order(lab, group, args)
-    names = [what for what, _ in order]
+    with Link({weights[0].numel(): "dw"}, delay=partial(time.sleep, 0.1)) as link:
+        dx, dw = (tensor.clone() for tensor in lab.linear_backward(*args, group))
+    order = [what for what, _, _ in link.log]
     hint = "a rank's columns give a part of dx: dist.all_reduce(dx, group=group, async_op=True)"
-    expect("all_reduce" in names, "dx is not summed over the ranks", hint)
-    found = f"dx came back before rank {P - 1} had sent its part"
-    expect(waited, found, "work.wait() before you return dx")
+    expect("start all_reduce" in order, "dx is not summed over the ranks", hint)
+    found, hint = "dx came back before the sum had arrived", "work.wait() before you return dx"
+    expect("wait all_reduce" in order, found, hint)
     right = sum(g @ w for g, w in zip(grads, weights))  # all columns together
     mean = {"the sum of the ranks' parts, not the mean": right / P}
     expect_close("dx", dx, right, 1e-5, mean, "the sum of all ranks' grad @ weight")
     error = expect_close("dw", dw, grads[rank].T @ xs[0], hint="grad.T @ x, the rank's own")
     for arg, before in zip(args, given):
         check_unchanged(arg, before)
-    one = traffic.ops == {"all_reduce": [1, args[0].nbytes]}
-    expect(one, f"calls {traffic.ops}", "one all-reduce, of dx; dw is the rank's own")
-    expect("dw" in names, "no matrix product gives dw", "dw = grad.T @ x")
+    one = link.traffic.ops == {"all_reduce": [1, args[0].nbytes]}
+    expect(one, f"calls {link.traffic.ops}", "one all-reduce, of dx; dw is the rank's own")
+    expect("dw" in order, "no matrix product gives dw", "dw = grad.T @ x")
     hint = "start the all-reduce of dx first (async_op=True), compute dw, then wait"
-    early = names.index("dw") < names.index("all_reduce")
+    early = order.index("dw") < order.index("start all_reduce")
     expect(not early, "dw is computed before the all-reduce starts", hint)
     hint = "wait for the all-reduce (work.wait()) after dw, not before; "
     hint += "without async_op=True it waits at once"
-    meanwhile = rank == P - 1 or ("dw", False) in order
-    expect(meanwhile, "dw is computed after the all-reduce, not meanwhile", hint)
-    return f"off by {error:.0e}; dw computed while rank {P - 1} was not there yet"
+    late = order.index("dw") > order.index("wait all_reduce")
+    expect(not late, "dw is computed after the all-reduce, not meanwhile", hint)
+    return f"off by {error:.0e}; dw computed while the sum was under way"
 
 
 CHECKS = {
@@ -332,21 +295,15 @@ def slice_for_gradient(lab):
     """The gradient of an all-gather is the rank's own gradient of its slice; nobody sums."""
 
     def backward(ctx, grad):
-        chunks = grad.split(chunk_sizes(len(grad), ctx.group.size()))
-        return chunks[ctx.group.rank()], None, None
+        return grad.tensor_split(ctx.group.size())[ctx.group.rank()], None, None
 
     lab.AllGather.backward = staticmethod(backward)
 
 
 def waited_for_at_once(lab):
     """linear_backward sums dx first and computes dw then: right, and nothing overlaps."""
-
-    def linear_backward(x, weight, grad, group):
-        dx = grad @ weight
-        dist.all_reduce(dx, group=group)
-        return dx, grad.T @ x
-
-    lab.linear_backward = linear_backward
+    changes = ("async_op=True", "async_op=False"), ("work.wait()", "pass")
+    lab.linear_backward = mistaken(finished.linear_backward, *changes)
 
 
 BUGS = [all_to_everyone, slice_for_gradient, waited_for_at_once]

@@ -1,11 +1,14 @@
 """Lab 3's checks of the right ways, and the bugs that they have to catch."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from checks import watching
-from checks.tools import subgroup
+from checks.compare import attempt
+from checks.tools import run_and_compare, subgroup
 from checks.watching import numbers
-from harness import LABS, Traffic, Wrong, expect, expect_close, load
+from harness import LABS, expect, expect_close, load
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
@@ -60,7 +63,9 @@ def check_parallelize_order(lab, group, seed):
         model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
     mesh = DeviceMesh.from_group(subgroup(group, 10), "cpu")
-    model = lab.right_parallelize_order(model, mesh, plan, dict(weights))
+    given = {name: tensor.clone() for name, tensor in weights.items()}
+    model = lab.right_parallelize_order(model, mesh, plan, given)
+    expect(given.keys() == weights.keys(), "weights has lost some", "it is the caller's: copy it")
     for name, parameter in model.named_parameters():
         cut = hasattr(parameter, "full_tensor")
         expect(cut, f"{name} is a plain tensor", "cut by plan: parallelize_module")
@@ -138,26 +143,21 @@ class MLP(Attention):
 
 def check_f_per_projection(lab, group, seed):
     shards = numbers(seed + 1 + group.rank(), 3, 4, 6)
-    x, dy = numbers(seed, 2, 5, 6).requires_grad_(), numbers(seed + 9, 2, 5, 4)  # dy (b, s, out/P)
+    x, dy = numbers(seed, 2, 5, 6), numbers(seed + 9, 2, 5, 4)  # dy (b, s, out/P)
     mine = (dy * 3) @ shards.sum(0)
     total, attention, mlp = all_reduce(mine, group), Attention(shards), MLP(shards)
     for block in (attention, mlp):
         lab.right_f_per_projection(block, group)
-    for call in (lambda: mlp(x, scale=3), lambda: attention(hidden_states=x, scale=3)):
-        x.grad = None
-        with Traffic() as forward:
-            out = call()
-        expect(not forward.ops, "f sends something in the forward", "forward: x as it is")
-        expect_close("the output", out, x @ shards.sum(0).T * 3)
-        with Traffic() as backward:
-            out.backward(dy)
-        hints = {"one rank's part only: f sums dx over the ranks in the backward": mine}
-        hints |= {"summed twice: one f is enough": total * group.size()}
-        hints |= {"f stands at the block's entrance, not at its output": mine * group.size()}
-        error = expect_close("dx", x.grad, total, hints=hints)
-        calls, moved = backward.ops.get("all_reduce", [0, 0])
-        found = f"{calls} all-reduces, {moved} bytes of {x.nbytes}"
-        expect(calls == 1 and moved == x.nbytes, found, "one f for q, k and v together")
+    wanted = {"y": x @ shards.sum(0).T * 3, "dx": total}
+    wanted |= {"forward": {}, "backward": {"all_reduce": x.nbytes}}
+    hints = {
+        "one rank's part only: f sums dx over the ranks in the backward": mine,
+        "summed twice: one f is enough": total * group.size(),
+        "f stands at the block's entrance, not at its output": mine * group.size(),
+    }
+    hints = {"dx": hints, "sent": "one f for q, k and v together; in the forward x as it is"}
+    for call in (lambda x: mlp(x, scale=3), lambda x: attention(hidden_states=x, scale=3)):
+        error = run_and_compare(call, {"x": x, "dy": dy}, wanted, hints)
     return f"1 all-reduce for 3 projections, dx off by {error:.0e}"
 
 
@@ -165,25 +165,26 @@ def check_returned_tuples(lab, group, seed):
     """A tuple and a tensor, batch 3: value, gradient, bytes, and the partial sum left as it was."""
     parts, dy = numbers(seed, group.size(), 3, 4, 5), numbers(seed + 1, 3, 4, 5)
     weights, total, mine = numbers(seed + 2, 3, 4, 4), parts.sum(0), parts[group.rank()]
-    for name in ("attention", "the MLP"):
-        leaf = mine.clone().requires_grad_()
-        out = leaf * 1
-        with Traffic() as traffic:
-            given = (out, weights, "cache") if name == "attention" else out
-            result = lab.right_returned_tuples(given, group)
-        if name == "attention":
-            whole = isinstance(result, tuple) and result[1:] == given[1:]
+
+    def block(rest, x):
+        out = x * 1
+        result = lab.right_returned_tuples((out, *rest) if rest else out, group)
+        if rest:
+            whole = isinstance(result, tuple) and len(result) == 1 + len(rest)
+            whole = whole and all(one is other for one, other in zip(result[1:], rest))
             expect(whole, "the rest of the tuple is lost", "return a tuple: (the sum, *the rest)")
-            result = result[0]
-        hints = {"out[0] of a tensor is its first sequence": torch.cat([total[:1], mine[1:]])}
-        error = expect_close(f"{name}'s output", result.detach(), total, hints=hints)
+            (result, *_) = result
         same = torch.equal(out, mine) and result.requires_grad
-        expect(same, f"{name}'s output is overwritten, or has no graph", "a sum in place: use g")
-        (grad,) = torch.autograd.grad(result, leaf, dy)
-        hints = {"P times too large: g's backward sends nothing": dy * group.size()}
-        expect_close(f"{name}'s gradient", grad, dy, hints=hints)
-        moved = traffic.bytes("all_reduce")
-        expect(moved == out.nbytes, f"{name} moved {moved} bytes", f"{out.nbytes} will do")
+        expect(same, "the output given is overwritten, or has no graph", "a sum in place: use g")
+        return result
+
+    wanted = {"y": total, "dx": dy, "forward": {"all_reduce": dy.nbytes}, "backward": {}}
+    first = {"out[0] of a tensor is its first sequence": torch.cat([total[:1], mine[1:]])}
+    hints = {"y": first, "dx": {"P times too large: g's backward sends nothing": dy * len(parts)}}
+    hints["sent"] = "g: one sum in the forward, nothing in the backward"
+    for name, rest in {"attention's ": (weights, "cache"), "the MLP's ": ()}.items():
+        run = partial(block, rest)
+        error = run_and_compare(run, {"x": mine, "dy": dy}, wanted, hints, name)
     return f"tuple and tensor off by {error:.0e}"
 
 
@@ -207,12 +208,7 @@ def check_autograd_kwargs(lab, group, seed):
     right = gradients(lambda block, x, **kwargs: block(x, **kwargs))
     calls.clear()
     hint = "give apply() each tensor as an argument of its own: autograd looks into no dict"
-    try:
-        mine = gradients(lab.right_autograd_kwargs)
-    except NotImplementedError:
-        raise
-    except RuntimeError as problem:  # the shared tensor's graph is walked by both blocks
-        raise Wrong(f"RuntimeError: {str(problem).partition('.')[0]}", hint) from None
+    mine = attempt("a step", hint, gradients, lab.right_autograd_kwargs)
     for name, grad in mine.items():
         expect(grad is not None, f"no gradient for {name}", hint)
         named = "the names stand in the order of the tensors"
@@ -313,10 +309,8 @@ def check_loss_without_graph(lab, group, seed):
     hints |= {"a mean of means: ranks have different numbers of targets": mean}
     error = expect_close("the loss", loss, right.detach(), hints=hints)
     trap = "P times too large: P ranks compute this loss, and the gather sums them"
-    try:
-        loss.backward() if loss.requires_grad else None
-    except ValueError as problem:  # torch's own differentiable gather takes ranks of the world
-        raise Wrong(f"a gather's backward: {problem}", trap) from None
+    if loss.requires_grad:  # torch's own differentiable gather takes ranks of the world
+        attempt("the loss's backward", trap, loss.backward)
     hint = "gathered tensors have no graph: put the rank's own logits back among them"
     expect(chunk.grad is not None, "no gradient reaches the rank's own logits", hint)
     grad = whole.grad.chunk(world, 1)[rank]

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from harness import expect
+from harness import Traffic, expect, expect_close
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
@@ -22,7 +22,8 @@ def draw_from(seed, group=None):
     """(uneven, randn): uneven() is a size that neither 2 nor 3 divides, randn(*shape) a tensor.
 
     All ranks of a group draw the same. Another group draws equal sizes and other numbers, so that
-    a collective that forgets its group gives a wrong result instead of waiting for ever.
+    a collective that forgets its group gives a wrong result instead of waiting for ever; two ranks
+    draw float64, so that an answer cannot count on one dtype.
     """
     first = dist.get_process_group_ranks(group)[0] if group else 0
     sizes = torch.Generator().manual_seed(seed)
@@ -31,7 +32,8 @@ def draw_from(seed, group=None):
     def uneven():
         return UNEVEN[torch.randint(len(UNEVEN), (), generator=sizes)]
 
-    return uneven, partial(torch.randn, generator=numbers)
+    dtype = torch.float64 if group and group.size() == 2 else torch.float32
+    return uneven, partial(torch.randn, generator=numbers, dtype=dtype)
 
 
 def subgroup(group, seconds=600, ranks=None):
@@ -115,9 +117,42 @@ class Kept(torch.autograd.graph.saved_tensors_hooks):
         return sum(self.storages.values())
 
 
-def expect_traffic(when, traffic, most):
+def expect_traffic(when, traffic, most, hint=""):
     """Raise Wrong unless each collective moves at most most[op] bytes; those not named none."""
     for op, (calls, sent) in traffic.ops.items():
         allowed = most.get(op, 0)
         enough = f"{allowed} will do" if allowed else "none are needed"
-        expect(sent <= allowed, f"{when}: {op} moves {sent} bytes, calls: {calls}; {enough}")
+        found = f"{when}: {op} moves {sent} bytes, calls: {calls}; {enough}"
+        expect(sent <= allowed, found, hint)
+
+
+IN_PLACE = "a collective works in place; do it to a new tensor"
+
+
+def run_and_compare(layer, given, wanted, hints, case="", parameters=()):
+    """Run layer(x) and its backward; compare values, gradients and bytes. No input is written to.
+
+    given {"x", "dy"}; wanted {"y", "dx"}, where they matter "forward" and "backward", {op: bytes},
+    and "kept", the bytes that the backward needs beside the parameters; hints {"y", "dx"}, as
+    expect_close takes them, and "sent", a text. case: what messages begin with. Returns the
+    largest relative error.
+    """
+    x, dy = given["x"].clone().requires_grad_(), given["dy"].clone()
+    with Traffic() as traffic, Kept(*parameters) as kept:
+        y = layer(x)
+    error = expect_close(f"{case}y", y, wanted["y"], hints=hints.get("y"))
+    expect(torch.equal(x, given["x"]), f"{case}x is overwritten", IN_PLACE)
+    if "forward" in wanted:
+        expect_traffic(f"{case}forward", traffic, wanted["forward"], hints.get("sent", ""))
+    if "kept" in wanted:
+        kept.note_attributes(y)
+        found = f"{kept.bytes} bytes are kept for the backward; {wanted['kept']} will do"
+        expect(kept.bytes <= wanted["kept"], found, "keep the shard x, not the gathered one")
+    with Traffic() as traffic:
+        y.backward(dy)
+    found = f"{case}the gradient given to the backward is overwritten"
+    expect(torch.equal(dy, given["dy"]), found, IN_PLACE)
+    error = max(error, expect_close(f"{case}dx", x.grad, wanted["dx"], hints=hints.get("dx")))
+    if "backward" in wanted:
+        expect_traffic(f"{case}backward", traffic, wanted["backward"], hints.get("sent", ""))
+    return error

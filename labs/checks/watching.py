@@ -67,6 +67,7 @@ def check_stale_result(lab, group, seed):
 
         if rank == 1:
             appears(folder / "rank 0", 2)
+            time.sleep(0.1)  # longer than luck
             before = (folder / "rank 0").exists()
         result = lab.right_stale_result(x, group, meanwhile)
     before = all(on_every_rank(before, group))
