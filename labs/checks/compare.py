@@ -3,6 +3,7 @@
 import inspect
 
 import torch
+from blame import hint_at
 from harness import Wrong, expect, expect_close
 
 
@@ -18,13 +19,14 @@ def expect_same(names, given, before):
 
 
 def attempt(what, hint, function, *args):
-    """function(*args); an error inside becomes Wrong, with a hint."""
+    """function(*args); an error inside becomes Wrong, with a hint, unless it tells a better one."""
     try:
         return function(*args)
     except (RuntimeError, AttributeError, TypeError, ValueError, IndexError) as problem:
         if isinstance(problem, NotImplementedError):
             raise
         first = str(problem).partition("\n")[0]
+        hint = hint_at(first) or hint
         raise Wrong(f"{what} fails, {type(problem).__name__}: {first}", hint) from problem
 
 

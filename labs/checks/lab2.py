@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from checks.compare import attempt
 from checks.tools import IN_PLACE, draw_from, expect_traffic, run_and_compare, subgroup
 from harness import LABS, Traffic, expect, expect_close, load
 from torch import nn
@@ -19,6 +20,7 @@ finished = load(LABS / "lab2_megatron_layers.py")  # not the learner's
 all_reduce, keep, split = finished.all_reduce, finished.keep, finished.split
 
 SUM = "every rank's part goes into the sum"
+MEAN = "the sum, not the mean"
 TOO_LARGE = "dy is the same on all ranks, and summed it is P times too large"
 
 
@@ -55,8 +57,10 @@ def expect_parts(layer, full, parts):
         if right is None:
             expect(mine is None, f"there is a {name}, and the full layer has none")
             continue
-        expect_close(name, mine, right[part], 0)
-        expect_close(f"the gradient of {name}", mine.grad, right.grad[part])
+        hint = "this rank's part of the full one, a Parameter of its own: keep()"
+        expect_close(name, mine, right[part], 0, hint=hint)
+        expect(mine.data_ptr() != right.data_ptr(), f"{name} is the full layer's", hint)
+        expect_close(f"the gradient of {name}", mine.grad, right.grad[part], hint=hint)
         held = mine.untyped_storage().nbytes()
         found = f"{name} keeps {held} bytes, not {mine.nbytes}"
         expect(held == mine.nbytes, found, "a view keeps the whole")
@@ -67,7 +71,8 @@ def check_copy_to_tp_region(lab, group, seed):
     x = randn(2, uneven(), uneven())
     dys = [randn(x.shape) for _ in range(group.size())]
     own = dys[group.rank()]
-    hints = {"dx": {SUM: own}}
+    hints = {"dx": {SUM: own, MEAN: sum(dys) / group.size()}}
+    hints["otherwise"] = "forward x as it is, backward the sum of all ranks' gradients"
     wanted = {"y": x, "dx": sum(dys), "kept": 0}
     wanted |= {"forward": {}, "backward": {"all_reduce": x.nbytes}}
     region = lab.copy_to_tp_region
@@ -82,7 +87,8 @@ def check_reduce_from_tp_region(lab, group, seed):
     own = xs[group.rank()]
     wanted = {"y": sum(xs), "dx": dy, "kept": 0}
     wanted |= {"forward": {"all_reduce": dy.nbytes}, "backward": {}}
-    hints = {"y": {SUM: own}, "dx": {TOO_LARGE: P * dy}}
+    hints = {"y": {SUM: own, MEAN: sum(xs) / P}, "dx": {TOO_LARGE: P * dy}}
+    hints["otherwise"] = "forward the sum over the ranks, by an all-reduce; backward dy as it is"
     region = lab.reduce_from_tp_region
     error = run_and_compare(lambda x: region(x, group), {"x": own, "dy": dy}, wanted, hints)
     return f"y is the sum, off by {error:.0e}; dx is dy; {dy.nbytes} bytes reduced"
@@ -98,7 +104,8 @@ def check_gather_from_sp_region(lab, group, seed):
     joined = torch.cat(x.chunk(P, 1)).reshape(x.shape)
     hints = {
         "y": {"ranks are joined along dim 0, tokens are dim 1": joined},
-        "dx": {SUM: dys[rank][:, own]},
+        "dx": {SUM: dys[rank][:, own], MEAN: wanted["dx"] / P},
+        "otherwise": "forward all tokens, joined along dim 1; backward own tokens of the sum",
     }
     given = {"x": x[:, own].clone(), "dy": dys[rank]}
     error = run_and_compare(lambda x: lab.gather_from_sp_region(x, group), given, wanted, hints)
@@ -114,7 +121,8 @@ def check_reduce_scatter_to_sp_region(lab, group, seed):
         nbytes = P * y.nbytes  # with the zeros at the end
         sent = {"forward": {"reduce_scatter": nbytes}, "backward": {"all_gather": nbytes}}
         wanted = {"y": y, "dx": dy, **sent, "kept": 0}
-        hints = {"y": {SUM: tokens_of(xs[rank], group)}, "dx": {TOO_LARGE: P * dy}}
+        hints = {"y": {SUM: tokens_of(xs[rank], group), MEAN: y / P}, "dx": {TOO_LARGE: P * dy}}
+        hints["otherwise"] = "forward own tokens of the sum; backward ctx.length tokens, gathered"
         given = {"x": xs[rank], "dy": tokens_of(dy, group)}
         error = run_and_compare(lambda x: region(x, group), given, wanted, hints)
     return f"own tokens of the sum, off by {error:.0e}; dx of all tokens; {nbytes} bytes each way"
@@ -142,10 +150,12 @@ def check_gathered_linear(lab, group, seed):
     wanted["backward"] = {"all_gather": x.nbytes, "reduce_scatter": x.nbytes}
     wanted["kept"] = mine.nbytes
     hints = {"dx": {SUM: tokens_of(dy @ weight.detach(), group)}}
+    hints["otherwise"] = "dx is own tokens of a sum; y, dW and db are this rank's, of all tokens"
     given, run = {"x": mine, "dy": dy}, lambda x: lab.gathered_linear(x, weight, bias, group)
     error = run_and_compare(run, given, wanted, hints, parameters=(weight, bias))
-    expect_close("gradient of weight", weight.grad, linear.weight.grad[start:end])
-    expect_close("gradient of bias", bias.grad, linear.bias.grad[start:end])
+    hint = "own output features, summed over all tokens: no sum over the ranks"
+    expect_close("gradient of weight", weight.grad, linear.weight.grad[start:end], hint=hint)
+    expect_close("gradient of bias", bias.grad, linear.bias.grad[start:end], hint=hint)
     lab.gathered_linear(mine, weight, None, group).backward(dy)  # a layer without bias
     return f"y, dx, dW, db, off by {error:.0e}; {mine.nbytes} bytes kept of {x.nbytes}"
 
@@ -167,6 +177,7 @@ def check_column_parallel_linear(lab, group, seed):
             wanted["forward"] = {"all_gather": gathered}
             wanted["backward"] = {"all_gather": gathered, "reduce_scatter": gathered}
         hints = {"y": {"the bias is missing": x @ weight[part].T}, "dx": {SUM: lacking}}
+        hints["otherwise"] = "weight, bias: rows split(out, rank, P); x enters once, by f or g"
         run = partial(first_tokens, layer, tokens)
         worst = max(worst, run_and_compare(run, given, wanted, hints))
         expect_parts(layer, linear, {"weight": part, "bias": part})
@@ -190,6 +201,7 @@ def check_row_parallel_linear(lab, group, seed):
             wanted |= {"backward": {"all_gather": P * share.nbytes}}
             given["dy"] = dy = tokens_of(dy, group)[:, :count]
         hints = {"dx": {TOO_LARGE: P * wanted["dx"]}}
+        hints["otherwise"] = "columns split(in, rank, P); a partial sum, rank 0's with bias, leaves"
         if bias:
             more = (P - 1) * linear.bias.detach()
             hints["y"] = {"the bias is added on every rank": wanted["y"] + more}
@@ -249,6 +261,7 @@ def check_vocab_parallel_embedding(lab, group, seed):
         wanted["dx"], mine = embedding.weight.grad[start:end], ids.clone()
         run = partial(run_with_weight, layer, mine)
         given, hints = {"x": layer.weight.detach(), "dy": dy}, {"y": hints, "dx": learned}
+        hints["otherwise"] = "row id - start, zero outside [start, end); leave as a partial sum"
         worst = max(worst, run_and_compare(run, given, wanted, hints))
         expect(torch.equal(ids, mine), "the ids are overwritten", IN_PLACE)
     return f"y, dW, off by {worst:.0e}, with and without sequence parallelism, padding row"
@@ -275,14 +288,18 @@ def check_cross_entropy_forward(lab, group, seed):
             x[..., vocab // 2].masked_fill_(wanted != vocab // 2, -torch.inf)
         right = one_device_loss(x, wanted, smoothing, ignore)
         shard = x[..., start:end].clone()
+        hint = "column is the target's in this rank's logits: target - start, or 0 where elsewhere"
+        loss = partial(lab.vocab_parallel_cross_entropy, shard, wanted, group, smoothing, ignore)
         with Traffic() as traffic:
-            mine = lab.vocab_parallel_cross_entropy(shard, wanted, group, smoothing, ignore)
+            mine = attempt("the loss", hint, loss)
         hint = "take the peak off before exp(); 0 times minus infinity is no number"
         expect(mine.isfinite().all(), "the loss is not finite", hint)
         hints = usual_losses(x - x.amax(-1, keepdim=True), wanted, smoothing, ignore, group)
-        worst = max(worst, expect_close("the loss", mine, right, hints=hints))
+        hint = "wanted: q (x - peak); q = 1 - smoothing at the target, + smoothing / vocab"
+        worst = max(worst, expect_close("the loss", mine, right, hints=hints, hint=hint))
         expect(torch.equal(shard, x[..., start:end]), "the logits are overwritten", IN_PLACE)
-        expect_traffic("forward", traffic, {"all_reduce": 3 * right.nbytes + 8 * P})  # and P widths
+        most, hint = {"all_reduce": 3 * right.nbytes + 8 * P}, "three numbers a token"
+        expect_traffic("forward", traffic, most, hint)  # and P widths
     return f"off by {worst:.0e}, smoothed or not; 3 numbers a token sent, not {vocab}"
 
 
@@ -338,7 +355,11 @@ def check_cross_entropy_backward(lab, group, seed):
         loss = partial(
             lab.vocab_parallel_cross_entropy, target=target, group=group, label_smoothing=smoothing
         )
-        worst = max(worst, run_and_compare(loss, given, wanted, {"dx": hints}))
+        hints = {
+            "dx": hints,
+            "otherwise": "(softmax - q) times each token's grad",
+        }
+        worst = max(worst, run_and_compare(loss, given, wanted, hints))
     return f"d loss / d logits, off by {worst:.0e}, smoothed or not; nothing sent"
 
 

@@ -155,7 +155,7 @@ def check_f_per_projection(lab, group, seed):
         "summed twice: one f is enough": total * group.size(),
         "f stands at the block's entrance, not at its output": mine * group.size(),
     }
-    hints = {"dx": hints, "sent": "one f for q, k and v together; in the forward x as it is"}
+    hints = {"dx": hints, "otherwise": "one f for q, k and v together, which are called as before"}
     for call in (lambda x: mlp(x, scale=3), lambda x: attention(hidden_states=x, scale=3)):
         error = run_and_compare(call, {"x": x, "dy": dy}, wanted, hints)
     return f"1 all-reduce for 3 projections, dx off by {error:.0e}"
@@ -181,7 +181,7 @@ def check_returned_tuples(lab, group, seed):
     wanted = {"y": total, "dx": dy, "forward": {"all_reduce": dy.nbytes}, "backward": {}}
     first = {"out[0] of a tensor is its first sequence": torch.cat([total[:1], mine[1:]])}
     hints = {"y": first, "dx": {"P times too large: g's backward sends nothing": dy * len(parts)}}
-    hints["sent"] = "g: one sum in the forward, nothing in the backward"
+    hints["otherwise"] = "by g, once: a sum in the forward, dy as it is in the backward"
     for name, rest in {"attention's ": (weights, "cache"), "the MLP's ": ()}.items():
         run = partial(block, rest)
         error = run_and_compare(run, {"x": mine, "dy": dy}, wanted, hints, name)

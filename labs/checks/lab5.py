@@ -34,18 +34,17 @@ SUBGROUP = True  # the group is not the world, and has other rank numbers
 def check_validate_heads(lab, group, seed):
     draw = random.Random(seed)
     for _ in range(40):
-        kv, queries, world = draw.randint(1, 12), draw.randint(1, 4), draw.randint(1, 8)
-        heads = kv * queries
+        kv, heads, world = draw.randint(1, 12), draw.randint(1, 24), draw.randint(1, 8)
         config = SimpleNamespace(num_attention_heads=heads, num_key_value_heads=kv, head_dim=64)
         message = raised(lab.validate_heads, config, world)
         case = f"{heads} heads, {kv} KV heads, {world} ranks"
-        if kv % world == 0:
+        if kv % world == heads % world == 0:
             hint = "every rank gets whole heads of both"
             expect(message is None, f"{case}: refused: {message}", hint)
             continue
-        hint = "the KV heads are cut too, and it is heads that must be divided, not features"
+        hint = "heads and KV heads are cut, and it is heads that must be divided, not features"
         expect(message, f"{case}: not refused", hint)
-        fit = {n for n in range(1, kv + 1) if kv % n == 0}
+        fit = {n for n in range(1, kv + 1) if kv % n == heads % n == 0}
         named = Counter(map(int, re.findall(r"\d+", message)))
         wanted = Counter([*fit, heads, kv, world])
         numbers = f"{sorted(named.elements())}, not {sorted(wanted.elements())}"
@@ -68,13 +67,14 @@ CALL = "a function is called with (model, sequence_parallel), and returns the pl
 
 def chosen(lab, level, model, *args):
     """The plan of choose_plan(); Wrong unless it says that it is of this level."""
+    hint = "the first level that applies (PLANS go by the class's name); the reason begins with it"
     pair = lab.choose_plan(model, *args)
     two = isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], str)
     expect(two, f"{level}: {type(pair).__name__} is returned", "return a pair: plan, reason")
     plan, reason = pair
     expect(isinstance(plan, dict), f"{level}: the plan is {type(plan).__name__}", CALL)
     found = f"{reason!r} is chosen, not {level}"
-    expect(reason.startswith(level), found, "the first level that applies")
+    expect(reason.startswith(level), found, hint)
     return plan
 
 
@@ -103,7 +103,8 @@ def check_choose_plan(lab, group, seed):
     expect(message, "Hugging Face's plan with SP is not refused", hint)
     check_registered_plans(lab, llama, seed)
     mine = chosen(lab, "base", mistral, True)
-    expect(isinstance(mine["model.norm"], SequenceParallel), "not the base plan", "for SP")
+    right = isinstance(mine["model.norm"], SequenceParallel)
+    expect(right, "not base_plan()'s", "base_plan(model, sequence_parallel)")
     return "dict, function, paths; HF's; model-specific, wrapped too; base; failures are raised"
 
 
@@ -199,6 +200,29 @@ def check_other_strings(lab, model):
     expect(named, f"made_up_style: {message or 'nothing raised'}", hint)
 
 
+def unlike(plan, right):
+    """A hint at the first entry of a plan that has another style, or other layouts, or ""."""
+    for name, style in right.items():
+        mine = plan.get(name)
+        same = type(mine).__name__ == type(style).__name__ and vars(mine) == vars(style)
+        if not same:
+            return f"see {name}: its style, and where x lies before and after (use_local_output)"
+    return ""
+
+
+def expect_layouts(case, plan, tokens):
+    """Raise Wrong where a plan's styles say that x lies elsewhere; the values may be right."""
+    names = [f"{LAYER}.{name}" for name in ("self_attn.o_proj", "mlp.down_proj")]
+    said = {name: ("output_layouts", (tokens,)) for name in names}
+    norms = [f"{LAYER}.{name}_layernorm" for name in ("input", "post_attention")]
+    said |= {name: ("layout", tokens) for name in [*norms, "model.norm"]}
+    said["lm_head"] = "input_layouts", (Replicate(),)
+    hint = "o_proj and down_proj leave TOKENS, a norm has TOKENS, q, k, v and lm_head all of x"
+    for name, (attribute, right) in said.items():
+        mine = getattr(plan.get(name), attribute, right)
+        expect(mine == right, f"{case}: {name}'s {attribute}: {mine}, not {right}", hint)
+
+
 def check_llama_plan(lab, group, seed):
     worst, layers = 0, SHAPE["num_hidden_layers"]
     edges, loss = 2 * layers + 1, 5  # the loss may take that many small all-reduces
@@ -208,31 +232,28 @@ def check_llama_plan(lab, group, seed):
         case = f"{family}, {'SP' if sequence_parallel else 'TP'}"
         model = tiny_model(family, seed, tie_word_embeddings=tied)
         residual = styles.noted_outputs(model.model.layers[0])
-        plan = lab.llama_plan(model, sequence_parallel)
+        plan, right = (x.llama_plan(model, sequence_parallel) for x in (lab, finished))
         tokens = Shard(1) if sequence_parallel else Replicate()
-        for name in "self_attn.o_proj", "mlp.down_proj":
-            left = getattr(plan.get(f"{LAYER}.{name}"), "output_layouts", (tokens,))
-            found = f"{case}: {name} leaves {left}, not {tokens}"
-            expect(left == (tokens,), found, "o_proj and down_proj leave TOKENS")
+        expect_layouts(case, plan, tokens)
         ids = random_ids(seed, uneven_length(DeviceMesh.from_group(group, "cpu")))
-        hint = "a module without style, or a residual without use_local_output=False: s/P tokens"
+        hint = unlike(plan, right)
+        sent = f"{hint}; {once}" if hint else once
         step = attempt(case, hint, against_one_device, lab, model, plan, group, ids)
         errors, forward, backward, norms = step
-        worst = max(worst, expect_one_device(case, errors))
+        worst = max(worst, expect_one_device(case, errors, hint))
         x = residual[-1]
         placed = x.placements if isinstance(x, DTensor) else "a plain tensor"
         kept = "see TOKENS" if isinstance(x, DTensor) else "use_local_output=False keeps a DTensor"
         expect(placed == (tokens,), f"{case}: the residual stream is {placed}, not {tokens}", kept)
         most = {"all_gather": edges, "reduce_scatter": edges} if sequence_parallel else {}
         small = {"all_reduce": loss if sequence_parallel else edges + loss}
-        expect_calls(f"{case}, forward", forward, once, **most, **small)
+        expect_calls(f"{case}, forward", forward, sent, **most, **small)
         small = {"all_reduce": 2 if sequence_parallel else edges}
-        expect_calls(f"{case}, backward", backward, once, **most, **small)
-        found = f"{case}: some parameters are plain, some DTensors"
+        expect_calls(f"{case}, backward", backward, sent, **most, **small)
         hint = "clip_grad_norm_ refuses that: a style for every norm"
-        expect(norms[1] is not None, found, hint)
+        expect(norms[1] is not None, f"{case}: some parameters are plain, some DTensors", hint)
         expect(abs(norms[1] / norms[0] - 1) < TOLERANCE, f"{case}: the gradient's norm is off")
-        differ = sorted(plan.keys() ^ finished.llama_plan(model, sequence_parallel).keys())
+        differ = sorted(plan.keys() ^ right.keys())
         hint = "one for each module of the table: other plans exchange some"
         expect(not differ, f"{case}: {len(differ)} keys differ, as {differ[:1]}", hint)
     return f"logits, every gradient off by {worst:.0e}, tied too; {edges} edges a way, TP and SP"

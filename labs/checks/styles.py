@@ -93,6 +93,7 @@ def check_all_gather_style(lab, group, seed):
         y = seen[0]
         found = f"{case}: the result is {getattr(y, 'placements', 'a plain tensor')}"
         expect(isinstance(y, DTensor) and y.placements == (Replicate(),), found, hint)
+        expect(y.shape == x.shape, f"{case}: the result is {tuple(y.shape)}", hint)
         with Collectives() as backward:
             out.backward(dy.chunk(P, -1)[group.rank()])
         there, back = {"all_gather": 1}, {"reduce_scatter": 1}
@@ -140,7 +141,8 @@ def check_rotary_style(lab, group, seed):
         out = attempt(case, hint, partial(model, input_ids=ids, **options))
         hints = {"every rank counts from 0: add rank * n": torch.cat([cos[:, :6]] * 2, 1)}
         hints |= {"keep positions that are given": seen[0][0]} if own else {}
-        expect_close(f"{case}: cos", seen[0][0], cos, 1e-6, hints)
+        hint = "rank r has the positions from r * n, n = x.shape[1], in the whole sequence"
+        expect_close(f"{case}: cos", seen[0][0], cos, 1e-6, hints, hint)
         worst = max(worst, expect_close("the logits", out.logits.full_tensor(), logits))
         expect_same("position_ids", *zip(*given))
         stream = distribute_tensor(torch.zeros(1, 12, 32), mesh, [Shard(1)])
