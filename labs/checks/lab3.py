@@ -29,7 +29,11 @@ def check_transposed_weights(lab, group, seed):
             columns = weight.T.tensor_split(world)[rank]
             hints = {"these are columns, inputs: torch keeps a weight as (out, in)": columns}
             hints |= {CHUNK: weight.chunk(world)[rank]}
-            error = expect_close(f"the shard of rank {rank} of {world}", shard, right, hints=hints)
+            name, hint = (
+                f"the shard of rank {rank} of {world}",
+                "rows, one more on the first ranks",
+            )
+            error = expect_close(name, shard, right, hints=hints, hint=hint)
             alone = shard.untyped_storage().nbytes() == shard.nbytes
             expect(alone, "the shard is a view", "it keeps the whole matrix in memory: clone it")
     return f"off by {error:.0e} on 2 and 4 ranks"
@@ -42,7 +46,8 @@ def check_copy_without_no_grad(lab, group, seed):
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     lab.right_copy_without_no_grad(parameter, value)
     hints = {"nothing arrived: a name bound anew changes no parameter": before}
-    expect_close("the parameter", parameter.detach(), value, hints=hints)
+    hint = "value's numbers, as they are: copy_(), under no_grad()"
+    expect_close("the parameter", parameter.detach(), value, hints=hints, hint=hint)
     trained = parameter.requires_grad and parameter.is_leaf
     expect(trained, "the parameter is not trained any more", "requires_grad has to stay True")
     apart = parameter.data_ptr() != value.data_ptr()
@@ -64,14 +69,15 @@ def check_parallelize_order(lab, group, seed):
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
     mesh = DeviceMesh.from_group(subgroup(group, 10), "cpu")
     given = {name: tensor.clone() for name, tensor in weights.items()}
-    model = lab.right_parallelize_order(model, mesh, plan, given)
+    hint = "first memory on the device, then the weights, then the cut; return the model"
+    model = attempt("it", hint, lab.right_parallelize_order, model, mesh, plan, given)
+    expect(isinstance(model, nn.Module), f"{model} is returned", hint)
     expect(given.keys() == weights.keys(), "weights has lost some", "it is the caller's: copy it")
     for name, parameter in model.named_parameters():
         cut = hasattr(parameter, "full_tensor")
         expect(cut, f"{name} is a plain tensor", "cut by plan: parallelize_module")
         there = parameter.device.type == "cpu"
         there = there and torch.equal(parameter.full_tensor().detach(), weights[name])
-        hint = "first memory on the device, then the weights, then the cut"
         expect(there, f"{name} does not hold its weights", hint)
     x = numbers(seed, 3, 6)
     error = expect_close("the output", model(x).detach() + 0, whole(x).detach())
@@ -108,6 +114,7 @@ def check_untied_weights(lab, group, seed):
     for tied in (True, False):
         model, whole = TinyModel(seed, tied), TinyModel(seed, tied)
         model = lab.right_untied_weights(model, mesh, plan)
+        expect(isinstance(model, nn.Module), f"{model} is returned", "return the model")
         for each in (model, whole):
             F.cross_entropy(each(ids), target).backward()
         cut = [hasattr(module.weight, "full_tensor") for module in (model.embed, model.head)]
@@ -190,11 +197,16 @@ def check_returned_tuples(lab, group, seed):
 
 def check_autograd_kwargs(lab, group, seed):
     """Two blocks that share two computed tensors, as layers share cos and sin; and a number."""
-    linear, calls = nn.Linear(5, 5), []
+    linear = nn.Linear(5, 5)
 
     def block(x, scale, power, bias):
-        calls.append(power)
         return (linear(x) * scale + bias).tanh() ** power
+
+    def recomputed(block, x, **kwargs):
+        out = lab.right_autograd_kwargs(block, x, **kwargs)
+        made = type(out.grad_fn).__name__
+        expect(made == "RecomputeBackward", f"{made} made the output", "by way of Recompute")
+        return out
 
     def gradients(run):
         x, base = numbers(seed, 3, 5).requires_grad_(), numbers(seed + 1, 5).requires_grad_()
@@ -206,14 +218,12 @@ def check_autograd_kwargs(lab, group, seed):
         return {"x": x.grad, "a tensor among kwargs": base.grad, "the block": linear.weight.grad}
 
     right = gradients(lambda block, x, **kwargs: block(x, **kwargs))
-    calls.clear()
     hint = "give apply() each tensor as an argument of its own: autograd looks into no dict"
-    mine = attempt("a step", hint, gradients, lab.right_autograd_kwargs)
+    mine = attempt("a step", hint, gradients, recomputed)
     for name, grad in mine.items():
         expect(grad is not None, f"no gradient for {name}", hint)
         named = "the names stand in the order of the tensors"
         error = expect_close(f"the gradient of {name}", grad, right[name], hint=named)
-    expect(len(calls) == 4, f"the block ran {len(calls)} times, not 4", "by way of Recompute")
     return f"gradients off by {error:.0e}"
 
 
@@ -248,7 +258,10 @@ def check_local_positions(lab, group, seed):
                 "the ranks before do not all hold the larger chunk": local + rank * chunk,
             }
             name = f"positions of rank {rank} of {world}, {length} tokens,"
-            expect_close(name, mine, right, hints=hints)
+            hint = "those of the whole sequence, from 0, (s/P) in one piece"
+            expect_close(name, mine, right, hints=hints, hint=hint)
+            whole = not mine.is_floating_point()
+            expect(whole, f"the positions are {mine.dtype}", "whole numbers, which may be indices")
     return "each token at its own place"
 
 
@@ -267,7 +280,9 @@ def check_local_mask(lab, group, seed):
                 "a token sees itself as well": ones.tril(start - 1),
                 "True is: may see": 1 - right,
             }
-            expect_close(f"the mask of queries from {start}", mine.float(), right, hints=hints)
+            hint = "(queries, keys): token start + i sees those up to itself"
+            what = f"the mask of queries from {start}"
+            expect_close(what, mine.float(), right, hints=hints, hint=hint)
     return "one triangle over all chunks"
 
 
@@ -287,8 +302,11 @@ def check_chunk_boundary(lab, group, seed):
                 CHUNK: shifted.chunk(world, 1)[rank],
             }
             right = shifted.tensor_split(world, 1)[rank]
-            expect_close(f"targets of rank {rank} of {world}", mine, right, hints=hints)
-        expect(torch.equal(ids, before), "the tokens are overwritten", "the model still needs them")
+            same = torch.equal(ids, before)
+            expect(same, "the tokens are overwritten", "the model still needs them")
+            hint = "each token's successor, IGNORE after the last; shifted once, then cut in dim 1"
+            what = f"targets of rank {rank} of {world}"
+            expect_close(what, mine, right, hints=hints, hint=hint)
     return "one target lost in all, on 2 and 3 ranks"
 
 
@@ -307,7 +325,8 @@ def check_loss_without_graph(lab, group, seed):
     mean = all_reduce(alone, group) / world
     hints = {"this is the mean over the rank's own tokens": alone}
     hints |= {"a mean of means: ranks have different numbers of targets": mean}
-    error = expect_close("the loss", loss, right.detach(), hints=hints)
+    hint = "the mean over all targets but IGNORE, each rank's logits in its place"
+    error = expect_close("the loss", loss, right.detach(), hints=hints, hint=hint)
     trap = "P times too large: P ranks compute this loss, and the gather sums them"
     if loss.requires_grad:  # torch's own differentiable gather takes ranks of the world
         attempt("the loss's backward", trap, loss.backward)

@@ -15,9 +15,9 @@ from types import SimpleNamespace
 
 import torch
 from checks import styles
-from checks.compare import attempt
+from checks.compare import attempt, raised
 from checks.models import SHAPE, against_one_device, random_ids, tiny_model, uneven_length
-from checks.styles import LAYER, TOLERANCE, expect_calls, expect_one_device, finished, raised
+from checks.styles import LAYER, TOLERANCE, expect_calls, expect_one_device, finished
 from harness import Wrong, expect
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard

@@ -3,13 +3,13 @@
 import itertools
 import math
 from collections import Counter
-from contextlib import suppress
 from functools import partial, partialmethod
 
 import torch
 import torch.nn.functional as F
+from checks.compare import attempt, raised
 from checks.tools import draw_from, expect_traffic, run_and_compare, subgroup
-from harness import LABS, Traffic, Wrong, expect, expect_close, load
+from harness import LABS, Traffic, expect, expect_close, load
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
@@ -20,6 +20,7 @@ finished = load(LABS / "lab6_lora.py")  # not the learner's
 JOINED, APART, SHARDED = WAYS = finished.WAYS
 all_reduce, share, split = finished.all_reduce, finished.share, finished.split
 
+STILL = "still this rank's part: sum what partial names, of all layers, wait, and write it to .grad"
 PARTIAL = "it is only this rank's part of a sum over the ranks: its name is missing in partial"
 WHOLE = "it is whole already, on every rank: summed it is P times too large"
 
@@ -83,12 +84,12 @@ def check_layer(lab, group, seed, column):
         full, x = known[:2]
         case = f"{way}, {'SP' if parallel else 'TP'}, r = {r} on {P} ranks"
         layer = Layer(full, ranks, way, sequence_parallel=parallel)
-        expect(not layer.weight.requires_grad, f"{case}: weight is trained", "the base is frozen")
         given, wanted, hints = expected(known, ranks, parallel)
         sizes = column, way, parallel, x[..., 0].nbytes, i if column else o, r, P
         wanted["forward"], wanted["backward"] = expected_messages(*sizes)
         worst = max(worst, run_and_compare(layer, given, wanted, hints, f"{case}: "))
         worst = max(worst, expect_gradients(case, layer, full, column))
+        expect(not layer.weight.requires_grad, f"{case}: weight is trained", "the base is frozen")
     ways = f"{len(WAYS)} ways, TP and SP, r = 1 on 2 ranks"
     return f"y, dx, dA, dB, off by {worst:.0e}: {ways}; W frozen"
 
@@ -117,6 +118,7 @@ def column_parallel(known, group, parallel):
     }
     hints = {"y": {text: cut(t) for text, t in without_adapter(full, x, y).items()}}
     hints["dx"] = {text: tokens(t) for text, t in wrong_dx.items()}
+    hints["otherwise"] = "B has its rows cut; sharded: A's too, and A's result is gathered along r"
     return {"x": tokens(x), "dy": cut(dy)}, {"y": cut(y), "dx": tokens(dx)}, hints
 
 
@@ -133,6 +135,8 @@ def row_parallel(known, group, parallel):
     hints["the bias is missing"] = y - full.bias.detach()
     hints = {"y": {text: tokens(t) for text, t in hints.items()}}
     hints["dx"] = {"dy is the same on all ranks": P * cut(dx)}
+    hints["otherwise"] = "A has its columns cut; sharded: B's too, A's result scattered along r; "
+    hints["otherwise"] += "apart: W x and A x leave, each once, then B; the bias comes last, once"
     return {"x": cut(x), "dy": tokens(dy)}, {"y": tokens(y), "dx": cut(dx)}, hints
 
 
@@ -182,14 +186,16 @@ def check_sum_partial_gradients(lab, group, seed):
                 grads = [share(randn(layer.shapes[name]), layer.cut[name], group) for _ in range(P)]
                 p.grad = grads[group.rank()].clone()
                 summed = name in layer.partial
-                hints = {WHOLE: sum(grads)} if not summed else {PARTIAL: p.grad.clone()}
+                hints = {WHOLE: sum(grads)} if not summed else {STILL: p.grad.clone()}
                 hints["the mean is not the sum"] = sum(grads) / P
                 wanted.append((name, p, sum(grads) if summed else p.grad.clone(), hints))
                 most += p.nbytes * summed
+        hint = "joined they are flat: split() by numel() gives each back, in its shape"
         with Traffic() as traffic:
-            lab.sum_partial_gradients(layers, group)
+            attempt(case, hint, lab.sum_partial_gradients, layers, group)
         for name, p, right, hints in wanted:
-            expect_close(f"{case}: the gradient of {name}", p.grad, right, hints=hints)
+            hint = "the sum in place of what was there; " + hint
+            expect_close(f"{case}: the gradient of {name}", p.grad, right, hints=hints, hint=hint)
         expect_traffic(case, traffic, Counter(all_reduce=most))
         calls = sum(calls for calls, _ in traffic.ops.values())
         expect(calls <= 1, f"{case}: {calls} messages", "one for all gradients: join them first")
@@ -203,13 +209,11 @@ def check_save_adapter(lab, group, seed):
     for way, parallel in itertools.product(WAYS, (False, True)):
         layers, full = three_layers(lab, group, randn, way, parallel)
         for layer, one in zip(layers, full):
-            adapter = lab.full_adapter(layer)
+            hint = "detached, as one device has it: where it is cut along dim, gather along dim"
+            adapter = attempt(way, hint, lab.full_adapter, layer)
             for name, shape in layer.shapes.items():
                 mine, right = adapter[name], getattr(one, name).weight.detach()
-                what, hint = (
-                    f"{way}: {name}, {tuple(shape)}, as saved",
-                    "where it is cut: gather it",
-                )
+                what = f"{way}: {name}, {tuple(shape)}, as saved"
                 expect_close(what, mine, right, 0, hint=hint)
                 expect(not mine.requires_grad, f"{way}: {name} as saved is trained", "save a copy")
                 own = getattr(layer, name).untyped_storage().data_ptr()
@@ -218,13 +222,15 @@ def check_save_adapter(lab, group, seed):
             x, before = randn(2, uneven(), one.in_features), one.weight.clone()
             saved = {name: tensor.clone() for name, tensor in adapter.items()}
             y = one(x).detach()
-            merged = lab.merge_adapter(one, adapter, one.scale)
+            hint = "W + scale B A, without autograd"
+            merged = attempt("merging", hint, lab.merge_adapter, one, adapter, one.scale)
+            same = torch.equal(one.weight, before)
+            expect(same, "merging overwrites the base", "merge into the copy")
             base = F.linear(x, one.weight, one.bias)
             unscaled = base + (y - base) / one.scale
             hints = {"W + scale B A: the scale is missing": unscaled, "nothing is merged": base}
-            worst = max(worst, expect_close(f"{way}: merged", merged(x).detach(), y, hints=hints))
-            same = torch.equal(one.weight, before)
-            expect(same, "merging overwrites the base", "merge into the copy")
+            mine = merged(x).detach()
+            worst = max(worst, expect_close(f"{way}: merged", mine, y, hints=hints, hint=hint))
             same = all(torch.equal(saved[name], adapter[name]) for name in saved)
             expect(same, "merging changes the adapter", "it is the caller's: make a new tensor")
     return f"shards of every way give A and B exactly; merged as one device, off by {worst:.0e}"
@@ -247,8 +253,8 @@ def adapted_mlps(lab, randn, rank):
 def plain_plan(parallel):
     """The plan of MLPs without a word of LoRA; the tokens are cut over the ranks where parallel."""
     if parallel:
-        up, down = ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1))
-        return {"*.up": up, "*.down": down}
+        up = ColwiseParallel(input_layouts=Shard(1), use_local_output=False)
+        return {"*.up": up, "*.down": RowwiseParallel(output_layouts=Shard(1))}
     return {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
 
 
@@ -282,10 +288,13 @@ def check_translate_to_lora(lab, group, seed):
             new = name[0] == "1" or style is not first[name]
             expect(new, f"{case}: two calls share {name}", "no cache")
         worst = max(worst, compare_dtensor(case, model, mesh, styles, parallel, randn))
-    with suppress(TypeError):
-        lab.translate_to_lora({"*.up": Watched()}, adapted_mlps(lab, randn, 1))
-        hint = "look up its type, and raise TypeError"
-        raise Wrong("a subclass of ColwiseParallel is translated", hint)
+    style, model = Watched(), adapted_mlps(lab, randn, 1)
+    hint = "no adapters: any style will do, as it is"
+    styles = attempt("a plain layer", hint, lab.translate_to_lora, {"1.up": style}, model)
+    expect(styles == {"1.up": style}, "a plain layer's style is another one", hint)
+    message = raised(lab.translate_to_lora, {"*.up": style}, model, kind=TypeError)
+    hint = "look up its type, and raise TypeError"
+    expect(message is not None, "a subclass of ColwiseParallel is translated", hint)
     return f"new styles, the plan as it was; off by {worst:.0e}, TP and SP, r = 1 and 3"
 
 

@@ -5,9 +5,9 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from checks.compare import attempt, expect_same
+from checks.compare import attempt, expect_same, raised
 from checks.models import Collectives, full, random_ids, tiny_model, uneven_length
-from harness import LABS, Wrong, expect, expect_close, load, relative_error
+from harness import LABS, expect, expect_close, load, relative_error
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -32,20 +32,6 @@ def expect_calls(case, traffic, hint="", **most):
     for op, (calls, _) in traffic.ops.items():
         enough = f"{most[op]} will do" if op in most else "none is needed"
         expect(calls <= most.get(op, 0), f"{case}: calls of {op}: {calls}; {enough}", hint)
-
-
-def raised(function, *args, **kwargs):
-    """The message of the ValueError that a call raises, or None; Wrong for any other error."""
-    try:
-        function(*args, **kwargs)
-    except ValueError as problem:
-        return str(problem)
-    except NotImplementedError:  # an exercise not done
-        raise
-    except Exception as problem:
-        hint = "raise ValueError, with a message that says what would do"
-        raise Wrong(f"{type(problem).__name__}: {problem}", hint) from None
-    return None
 
 
 def noted_outputs(module):
