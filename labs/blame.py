@@ -18,7 +18,7 @@ HINTS = {  # {a part of what is said: the cause}
     "has to be contiguous": "x.contiguous() is what can be sent, and received into",
     "Pair is not connected": "sent to itself? group_src, group_dst, group_peer count in the group",
     "Wait timeout": "a rank that the group does not have? they count from 0 and go round with % P",
-    "gloo/transport": "all wait, or one died: start sends and receives (isend, irecv), then wait",
+    "gloo/transport": "all wait, or one died: start both (isend, irecv), then wait for both",
     "has no attribute 'wait'": "only async_op=True returns a handle",
     "a gradient different than None": "None where ctx.needs_input_grad is False",
     "incorrect number of gradients": "one for each argument of forward, None for what has none",

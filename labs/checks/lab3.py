@@ -8,7 +8,7 @@ from checks import watching
 from checks.compare import attempt
 from checks.tools import run_and_compare, subgroup
 from checks.watching import numbers
-from harness import LABS, expect, expect_close, load
+from harness import LABS, Wrong, expect, expect_close, load
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
@@ -328,8 +328,10 @@ def check_loss_without_graph(lab, group, seed):
     hint = "the mean over all targets but IGNORE, each rank's logits in its place"
     error = expect_close("the loss", loss, right.detach(), hints=hints, hint=hint)
     trap = "P times too large: P ranks compute this loss, and the gather sums them"
-    if loss.requires_grad:  # torch's own differentiable gather takes ranks of the world
-        attempt("the loss's backward", trap, loss.backward)
+    try:
+        loss.backward() if loss.requires_grad else None
+    except ValueError as problem:  # torch's own differentiable gather takes ranks of the world
+        raise Wrong(f"a gather's backward: {problem}", trap) from None
     hint = "gathered tensors have no graph: put the rank's own logits back among them"
     expect(chunk.grad is not None, "no gradient reaches the rank's own logits", hint)
     grad = whole.grad.chunk(world, 1)[rank]

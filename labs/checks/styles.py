@@ -131,9 +131,9 @@ def check_rotary_style(lab, group, seed):
         expect_close(f"{case}: cos", seen[0][0], cos, 1e-6, hints, hint)
         worst = max(worst, expect_close("the logits", out.logits.full_tensor(), logits))
         expect_same("position_ids", *zip(*given))
-        stream = distribute_tensor(torch.zeros(1, 12, 32), mesh, [Shard(1)])
-        hint = "a DTensor has the shape of all tokens, and so have its positions: keep them"
-        expect_close("x a DTensor: cos", rotary(stream, positions)[0], cos, 1e-6, hint=hint)
+    stream = distribute_tensor(torch.zeros(1, 12, 32), mesh, [Shard(1)])
+    hint = "a DTensor has the shape of all tokens, and so have its positions: keep them"
+    expect_close("x a DTensor: cos", rotary(stream, positions)[0], cos, 1e-6, hint=hint)
     return f"12 positions from 6 a rank, given ones kept; logits off by {worst:.0e}"
 
 

@@ -105,7 +105,7 @@ class Kept(torch.autograd.graph.saved_tensors_hooks):
 
     def note_attributes(self, out):
         """Count what an autograd Function has written to its ctx, too: out is its result."""
-        for x in tree_leaves(list(vars(out.grad_fn).values())):
+        for x in tree_leaves(list(getattr(out.grad_fn, "__dict__", {}).values())):
             if isinstance(x, torch.Tensor):
                 self.note(x)
 
@@ -130,7 +130,7 @@ def expect_traffic(when, traffic, most, hint=""):
         expect(sent <= allowed, found, hint)
 
 
-IN_PLACE = "a collective works in place; do it to a new tensor"
+IN_PLACE = "a collective works in place, as x.add_() does; do it to a new tensor"
 
 
 def run_and_compare(layer, given, wanted, hints, case="", parameters=()):
@@ -147,11 +147,11 @@ def run_and_compare(layer, given, wanted, hints, case="", parameters=()):
         y = attempt(f"{case}the forward", hint, layer, x)
     error = expect_close(f"{case}y", y, wanted["y"], hints=hints.get("y"), hint=hint)
     expect(torch.equal(x, given["x"]), f"{case}x is overwritten", IN_PLACE)
-    expect_traffic(f"{case}forward", forward, wanted.get("forward"), hint)
     if "kept" in wanted:
         kept.note_attributes(y)
         found = f"{kept.bytes} bytes are kept for the backward; {wanted['kept']} will do"
         expect(kept.bytes <= wanted["kept"], found, "keep the shard x, not the gathered one")
+    expect_traffic(f"{case}forward", forward, wanted.get("forward"), hint)
     with Traffic() as backward:
         attempt(f"{case}the backward", hint, y.backward, dy)
     same = torch.equal(x, given["x"]) and torch.equal(dy, given["dy"])

@@ -117,14 +117,14 @@ def steps_of_each(lab, group):
 def check_adaptive_timing(lab, group, seed):
     """A step that holds a collective, on ranks of different speeds: all make as many steps.
 
-    Then a step without one, of 0, 1 or 4 times LONG on one of the ranks: a rank's own median is
+    Then a step without one, of 0, 1 or 7 times LONG on one of the ranks: a rank's own median is
     short, and of the ranks' maxima neither the largest nor the mean is the median.
     """
     times = []
 
     def alternating():
         begin, turn = time.perf_counter(), len(times)
-        time.sleep(LONG * (turn % 3 == group.rank()) * (4 if turn % 2 else 1))
+        time.sleep(LONG * (turn % 3 == group.rank()) * (7 if turn % 2 else 1))
         times.append(time.perf_counter() - begin)
 
     counts, waits = steps_of_each(lab, group)
