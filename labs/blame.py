@@ -22,7 +22,6 @@ HINTS = {  # {a part of what is said: the cause}
     "has no attribute 'wait'": "only async_op=True returns a handle",
     "a gradient different than None": "None where ctx.needs_input_grad is False",
     "incorrect number of gradients": "one for each argument of forward, None for what has none",
-    "expected shape compatible": "the gradients stand in the order of forward's arguments",
 }
 DEATHS = {
     "SIGKILL": "out of memory?",

@@ -59,7 +59,7 @@ def expect_parts(layer, full, parts):
             continue
         hint = "this rank's part of the full one, a Parameter of its own: keep()"
         expect_close(name, mine, right[part], 0, hint=hint)
-        expect(mine.data_ptr() != right.data_ptr(), f"{name} is the full layer's", hint)
+        expect(mine is not right, f"{name} is the full layer's", hint)
         expect_close(f"the gradient of {name}", mine.grad, right.grad[part], hint=hint)
         held = mine.untyped_storage().nbytes()
         found = f"{name} keeps {held} bytes, not {mine.nbytes}"
