@@ -19,14 +19,14 @@ def expect_same(names, given, before):
 
 
 def attempt(what, hint, function, *args):
-    """function(*args); an error inside becomes Wrong, with a hint, unless it tells a better one."""
+    """function(*args); an error inside becomes Wrong, with a hint, and what it tells itself."""
     try:
         return function(*args)
     except (RuntimeError, AttributeError, TypeError, ValueError, IndexError) as problem:
         if isinstance(problem, NotImplementedError) and "meta tensor" not in str(problem):
             raise  # an exercise not done
         first = str(problem).partition("\n")[0]
-        hint = hint_at(first) or hint
+        hint = "; ".join(filter(None, (hint, hint_at(first))))
         raise Wrong(f"{what} fails, {type(problem).__name__}: {first}", hint) from problem
 
 
