@@ -199,7 +199,7 @@ def expect_gradient(function, args, graph, rank, w, rows, hint, hints):
     loss = sum((y * weights[: len(y)]).sum() for y, weights in zip(outputs, w))
     (right,) = torch.autograd.grad(loss, inputs[rank])
     error = expect_close(f"{function.__name__}'s gradient", mine, right, 1e-5, hints, hint)
-    check_traffic(traffic, len(inputs) - 1, rows * 5 * 4)
+    check_traffic(traffic, len(inputs) - 1, *(count * 5 * 4 for count in rows))
     return error
 
 
@@ -215,14 +215,14 @@ def check_gradients(lab, group, seed):
         graph = shards, [torch.cat(shards)] * P
         own = w[rank].split(sizes)[rank]
         hints = {"the rank's own gradient of its shard: the other ranks read it too": own}
-        rows = n - sizes[rank]
+        rows = [n - sizes[rank]]
         hint = "the sum of what all ranks did with it; nothing is divided"
         error = expect_gradient(lab.AllGather, (n, group), graph, rank, w, rows, hint, hints)
 
         graph, alone = (xs, sum(xs).split(sizes)), torch.zeros(n, 5)
         alone.split(sizes)[rank].copy_(w[rank][: sizes[rank]])
         hints = {"only the own chunk has a gradient here: others' are on other ranks": alone}
-        rows = n - sizes[(rank + 1) % P]
+        rows = [n - sizes[(rank + way) % P] for way in (1, -1)]
         hint = "each chunk's gradient, as it is, from the rank that has the chunk's sum"
         expect_gradient(lab.ReduceScatter, (group,), graph, rank, w, rows, hint, hints)
 
@@ -231,7 +231,7 @@ def check_gradients(lab, group, seed):
         outs = [torch.cat(parts) for parts in zip(*(x.split(row) for x, row in zip(mixed, table)))]
         again = torch.cat([weights[: sum(row)].split(row)[rank] for weights, row in zip(w, table)])
         hints = {"sent forward again: on the way back `receives` is what is sent": again}
-        args, rows = (sends, receives, group), sum(receives) - receives[rank]
+        args, rows = (sends, receives, group), [sum(receives) - receives[rank]]
         hint = "a row's gradient comes back from the rank that the row went to"
         expect_gradient(lab.AllToAll, args, (mixed, outs), rank, w, rows, hint, hints)
     return f"off by {error:.0e} from one device; as many bytes as forward"
