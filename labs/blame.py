@@ -9,8 +9,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-MESSAGES = "all_", "broadcast", "reduce", "gather", "scatter", "barrier"
-MESSAGES += "send", "recv", "isend", "irecv", "__init__"  # the last one is P2POp's
+MESSAGES = "all_|broadcast|reduce|gather|scatter|barrier|i?send|i?recv|__init__"  # P2POp's
 HINTS = {  # {a part of what is said: the cause}
     "in the default group": "pass group=group: without it torch takes all ranks of the job",
     "not part of group": "src, dst, peer count in the world: group_src, group_dst, group_peer",
@@ -19,15 +18,15 @@ HINTS = {  # {a part of what is said: the cause}
     "has to be contiguous": "x.contiguous() is what can be sent, and received into",
     "Pair is not connected": "sent to itself? group_src, group_dst, group_peer count in the group",
     "Wait timeout": "a rank that the group does not have? they count from 0 and go round with % P",
+    "gloo/transport": "all wait, or one died: start both (isend, irecv), then wait for both",
     "has no attribute 'wait'": "only async_op=True returns a handle",
     "a gradient different than None": "None where ctx.needs_input_grad is False",
     "incorrect number of gradients": "one for each argument of forward, None for what has none",
-    "expected shape compatible": "the gradients stand in the order of forward's arguments",
 }
 DEATHS = {
     "SIGKILL": "out of memory?",
     "SIGSEGV": "a rank that the group does not have? they count from 0 and go round with % P",
-    "SIGABRT": "the ranks' calls differ: another collective, fewer of them, or other sizes",
+    "SIGABRT": "the ranks' calls differ: another collective, fewer, other sizes or dtypes",
 }
 
 
@@ -45,7 +44,7 @@ def default_group_refused():
         if frame.f_code.co_name == "_group_or_default_group":
             frame = frame.f_back
         name = frame.f_code.co_name
-        if name.startswith(MESSAGES):
+        if re.match(MESSAGES, name):
             name = "P2POp" if name == "__init__" else name
             raise ValueError(f"{name} in the default group, which has more ranks than this one")
         return default()

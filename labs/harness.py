@@ -60,7 +60,7 @@ def expect_close(name, mine, right, tolerance=1e-5, hints=None, hint=""):
 
     hints {text: tensor}: if mine is that tensor instead, the text is the hint; else it is hint.
     """
-    expect(isinstance(mine, torch.Tensor), f"{name} is {type(mine).__name__}, not a tensor")
+    expect(isinstance(mine, torch.Tensor), f"{name} is {type(mine).__name__}, not a tensor", hint)
     known = [text for text, x in (hints or {}).items() if relative_error(mine, x) <= tolerance]
     hint, error = known[0] if known else hint, relative_error(mine, right)
     found = f"{name} has shape {tuple(mine.shape)}, not {tuple(right.shape)}"

@@ -9,7 +9,8 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from checks.tools import Kept, draw_from, expect_traffic, subgroup
+from checks.compare import attempt
+from checks.tools import IN_PLACE, draw_from, expect_traffic, run_and_compare, subgroup
 from harness import LABS, Traffic, expect, expect_close, load
 from torch import nn
 from torch.func import functional_call
@@ -18,8 +19,8 @@ SUBGROUP = True  # the group is not the world, and has other rank numbers
 finished = load(LABS / "lab2_megatron_layers.py")  # not the learner's
 all_reduce, keep, split = finished.all_reduce, finished.keep, finished.split
 
-IN_PLACE = "a collective works in place; do it to a new tensor"
 SUM = "every rank's part goes into the sum"
+MEAN = "the sum, not the mean"
 TOO_LARGE = "dy is the same on all ranks, and summed it is P times too large"
 
 
@@ -56,32 +57,13 @@ def expect_parts(layer, full, parts):
         if right is None:
             expect(mine is None, f"there is a {name}, and the full layer has none")
             continue
-        expect_close(name, mine, right[part], 0)
-        expect_close(f"the gradient of {name}", mine.grad, right.grad[part])
+        hint = "this rank's part of the full one, a Parameter of its own: keep()"
+        expect_close(name, mine, right[part], 0, hint=hint)
+        expect(mine is not right, f"{name} is the full layer's", hint)
+        expect_close(f"the gradient of {name}", mine.grad, right.grad[part], hint=hint)
         held = mine.untyped_storage().nbytes()
         found = f"{name} keeps {held} bytes, not {mine.nbytes}"
         expect(held == mine.nbytes, found, "a view keeps the whole")
-
-
-def run_and_compare(layer, given, wanted, hints):
-    """Run layer(x) and its backward; compare values, gradients and bytes. No input is written to.
-
-    given {"x", "dy"}; wanted {"y", "dx", "forward", "backward"}, the last two {op: bytes}; hints
-    {"y", "dx"}: as expect_close takes them. Returns the largest relative error.
-    """
-    x, dy = given["x"].clone().requires_grad_(), given["dy"].clone()
-    with Traffic() as traffic:
-        y = layer(x)
-    error = expect_close("y", y, wanted["y"], hints=hints["y"])
-    expect(torch.equal(x, given["x"]), "x is overwritten", IN_PLACE)
-    expect_traffic("forward", traffic, wanted["forward"])
-    with Traffic() as traffic:
-        y.backward(dy)
-    found = "the gradient given to the backward is overwritten"
-    expect(torch.equal(dy, given["dy"]), found, IN_PLACE)
-    error = max(error, expect_close("dx", x.grad, wanted["dx"], hints=hints["dx"]))
-    expect_traffic("backward", traffic, wanted["backward"])
-    return error
 
 
 def check_copy_to_tp_region(lab, group, seed):
@@ -89,8 +71,10 @@ def check_copy_to_tp_region(lab, group, seed):
     x = randn(2, uneven(), uneven())
     dys = [randn(x.shape) for _ in range(group.size())]
     own = dys[group.rank()]
-    hints = {"y": {}, "dx": {SUM: own}}
-    wanted = {"y": x, "dx": sum(dys), "forward": {}, "backward": {"all_reduce": x.nbytes}}
+    hints = {"dx": {SUM: own, MEAN: sum(dys) / group.size()}}
+    hints["otherwise"] = "forward x as it is, backward the sum of all ranks' gradients"
+    wanted = {"y": x, "dx": sum(dys), "kept": 0}
+    wanted |= {"forward": {}, "backward": {"all_reduce": x.nbytes}}
     region = lab.copy_to_tp_region
     error = run_and_compare(lambda x: region(x, group), {"x": x, "dy": own}, wanted, hints)
     return f"y is x; dx is the sum, off by {error:.0e}; {x.nbytes} bytes reduced"
@@ -101,8 +85,10 @@ def check_reduce_from_tp_region(lab, group, seed):
     shape, P = (2, uneven(), uneven()), group.size()
     xs, dy = [randn(shape) for _ in range(P)], randn(shape)
     own = xs[group.rank()]
-    wanted = {"y": sum(xs), "dx": dy, "forward": {"all_reduce": dy.nbytes}, "backward": {}}
-    hints = {"y": {SUM: own}, "dx": {TOO_LARGE: P * dy}}
+    wanted = {"y": sum(xs), "dx": dy, "kept": 0}
+    wanted |= {"forward": {"all_reduce": dy.nbytes}, "backward": {}}
+    hints = {"y": {SUM: own, MEAN: sum(xs) / P}, "dx": {TOO_LARGE: P * dy}}
+    hints["otherwise"] = "forward the sum over the ranks, by an all-reduce; backward dy as it is"
     region = lab.reduce_from_tp_region
     error = run_and_compare(lambda x: region(x, group), {"x": own, "dy": dy}, wanted, hints)
     return f"y is the sum, off by {error:.0e}; dx is dy; {dy.nbytes} bytes reduced"
@@ -113,12 +99,13 @@ def check_gather_from_sp_region(lab, group, seed):
     P, rank, n, h = group.size(), group.rank(), uneven(), uneven()  # n tokens a rank
     x, dys = randn(2, n * P, h), [randn(2, n * P, h) for _ in range(P)]
     own = slice(rank * n, (rank + 1) * n)
-    wanted = {"y": x, "dx": sum(dys)[:, own]}
+    wanted = {"y": x, "dx": sum(dys)[:, own], "kept": 0}
     wanted |= {"forward": {"all_gather": x.nbytes}, "backward": {"reduce_scatter": x.nbytes}}
     joined = torch.cat(x.chunk(P, 1)).reshape(x.shape)
     hints = {
         "y": {"ranks are joined along dim 0, tokens are dim 1": joined},
-        "dx": {SUM: dys[rank][:, own]},
+        "dx": {SUM: dys[rank][:, own], MEAN: wanted["dx"] / P},
+        "otherwise": "forward all tokens, joined along dim 1; backward own tokens of the sum",
     }
     given = {"x": x[:, own].clone(), "dy": dys[rank]}
     error = run_and_compare(lambda x: lab.gather_from_sp_region(x, group), given, wanted, hints)
@@ -127,17 +114,17 @@ def check_gather_from_sp_region(lab, group, seed):
 
 def check_reduce_scatter_to_sp_region(lab, group, seed):
     uneven, randn = draw_from(seed, group)
-    P, rank, shape = group.size(), group.rank(), (2, uneven(), uneven())
-    xs = [randn(shape) for _ in range(P)]
-    y, dy = tokens_of(sum(xs), group), randn(shape)
-    nbytes = P * y.nbytes  # with the zeros at the end
-    sent = {"forward": {"reduce_scatter": nbytes}, "backward": {"all_gather": nbytes}}
-    wanted = {"y": y, "dx": dy, **sent}
-    hints = {"y": {SUM: tokens_of(xs[rank], group)}, "dx": {"dy is the same on all ranks": P * dy}}
-    given = {"x": xs[rank], "dy": tokens_of(dy, group)}
-    error = run_and_compare(
-        lambda x: lab.reduce_scatter_to_sp_region(x, group), given, wanted, hints
-    )
+    P, rank, h, region = group.size(), group.rank(), uneven(), lab.reduce_scatter_to_sp_region
+    for length in uneven(), P * uneven():
+        xs = [randn(2, length, h) for _ in range(P)]
+        y, dy = tokens_of(sum(xs), group), randn(xs[0].shape)
+        nbytes = P * y.nbytes  # with the zeros at the end
+        sent = {"forward": {"reduce_scatter": nbytes}, "backward": {"all_gather": nbytes}}
+        wanted = {"y": y, "dx": dy, **sent, "kept": 0}
+        hints = {"y": {SUM: tokens_of(xs[rank], group), MEAN: y / P}, "dx": {TOO_LARGE: P * dy}}
+        hints["otherwise"] = "forward own tokens of the sum; backward ctx.length tokens, gathered"
+        given = {"x": xs[rank], "dy": tokens_of(dy, group)}
+        error = run_and_compare(lambda x: region(x, group), given, wanted, hints)
     return f"own tokens of the sum, off by {error:.0e}; dx of all tokens; {nbytes} bytes each way"
 
 
@@ -159,20 +146,18 @@ def check_gathered_linear(lab, group, seed):
     start, end = split(linear.out_features, rank, P)
     weight, bias = (keep(p, 0, start, end) for p in (linear.weight, linear.bias))
     y, dy, mine = y[..., start:end], dy[..., start:end].clone(), tokens_of(x, group)
-    with Kept(weight, bias) as kept:
-        out = lab.gathered_linear(mine.clone().requires_grad_(), weight, bias, group)
-    kept.note_attributes(out)
-    found = f"{kept.bytes} bytes are kept for the backward; {mine.nbytes} will do"
-    expect(kept.bytes <= mine.nbytes, found, "keep the shard x, not the gathered one")
     wanted = {"y": y, "dx": tokens_of(dx, group), "forward": {"all_gather": x.nbytes}}
     wanted["backward"] = {"all_gather": x.nbytes, "reduce_scatter": x.nbytes}
-    hints = {"y": {}, "dx": {SUM: tokens_of(dy @ weight.detach(), group)}}
-    layer, given = lab.gathered_linear, {"x": mine, "dy": dy}
-    error = run_and_compare(lambda x: layer(x, weight, bias, group), given, wanted, hints)
-    expect_close("gradient of weight", weight.grad, linear.weight.grad[start:end])
-    expect_close("gradient of bias", bias.grad, linear.bias.grad[start:end])
+    wanted["kept"] = mine.nbytes
+    hints = {"dx": {SUM: tokens_of(dy @ weight.detach(), group)}}
+    hints["otherwise"] = "dx is own tokens of a sum; y, dW and db are this rank's, of all tokens"
+    given, run = {"x": mine, "dy": dy}, lambda x: lab.gathered_linear(x, weight, bias, group)
+    error = run_and_compare(run, given, wanted, hints, parameters=(weight, bias))
+    hint = "own output features, summed over all tokens: no sum over the ranks"
+    expect_close("gradient of weight", weight.grad, linear.weight.grad[start:end], hint=hint)
+    expect_close("gradient of bias", bias.grad, linear.bias.grad[start:end], hint=hint)
     lab.gathered_linear(mine, weight, None, group).backward(dy)  # a layer without bias
-    return f"y, dx, dW, db, off by {error:.0e}; {kept.bytes} bytes kept of {x.nbytes}"
+    return f"y, dx, dW, db, off by {error:.0e}; {mine.nbytes} bytes kept of {x.nbytes}"
 
 
 def check_column_parallel_linear(lab, group, seed):
@@ -192,6 +177,7 @@ def check_column_parallel_linear(lab, group, seed):
             wanted["forward"] = {"all_gather": gathered}
             wanted["backward"] = {"all_gather": gathered, "reduce_scatter": gathered}
         hints = {"y": {"the bias is missing": x @ weight[part].T}, "dx": {SUM: lacking}}
+        hints["otherwise"] = "weight, bias: rows split(out, rank, P); x enters once, by f or g"
         run = partial(first_tokens, layer, tokens)
         worst = max(worst, run_and_compare(run, given, wanted, hints))
         expect_parts(layer, linear, {"weight": part, "bias": part})
@@ -214,7 +200,8 @@ def check_row_parallel_linear(lab, group, seed):
             wanted |= {"forward": {"reduce_scatter": P * share.nbytes}, "y": share[:, :count]}
             wanted |= {"backward": {"all_gather": P * share.nbytes}}
             given["dy"] = dy = tokens_of(dy, group)[:, :count]
-        hints = {"y": {}, "dx": {TOO_LARGE: P * wanted["dx"]}}
+        hints = {"dx": {TOO_LARGE: P * wanted["dx"]}}
+        hints["otherwise"] = "columns split(in, rank, P); a partial sum, rank 0's with bias, leaves"
         if bias:
             more = (P - 1) * linear.bias.detach()
             hints["y"] = {"the bias is added on every rank": wanted["y"] + more}
@@ -253,7 +240,7 @@ def check_vocab_parallel_embedding(lab, group, seed):
     ids, worst = draw_ids(randn, (2, tokens), vocab, P), 0
     start, end = split(vocab, rank, P)
     elsewhere = (ids < start) | (ids >= end)
-    for parallel, pad in itertools.product([False, True], [None, vocab - 1]):
+    for parallel, pad in itertools.product([False, True], [None, split(vocab, P - 1, P)[0]]):
         embedding = nn.Embedding(vocab, h, pad, _weight=randn(vocab, h))
         y, dy = embedding(ids), randn(2, tokens, h)
         y.backward(dy)
@@ -274,6 +261,7 @@ def check_vocab_parallel_embedding(lab, group, seed):
         wanted["dx"], mine = embedding.weight.grad[start:end], ids.clone()
         run = partial(run_with_weight, layer, mine)
         given, hints = {"x": layer.weight.detach(), "dy": dy}, {"y": hints, "dx": learned}
+        hints["otherwise"] = "row id - start, zero outside [start, end); leave as a partial sum"
         worst = max(worst, run_and_compare(run, given, wanted, hints))
         expect(torch.equal(ids, mine), "the ids are overwritten", IN_PLACE)
     return f"y, dW, off by {worst:.0e}, with and without sequence parallelism, padding row"
@@ -285,7 +273,7 @@ def draw_logits(randn, uneven, group):
     logits = 3 * randn(2, tokens, vocab) + 200 * randn(2, tokens, 1)  # exp() of it is not finite
     target = draw_ids(randn, (2, tokens), vocab, group.size())
     target[-1, -2:] = -100
-    return logits, target, *split(vocab, group.rank(), group.size())
+    return logits.float(), target, *split(vocab, group.rank(), group.size())
 
 
 def check_cross_entropy_forward(lab, group, seed):
@@ -300,14 +288,18 @@ def check_cross_entropy_forward(lab, group, seed):
             x[..., vocab // 2].masked_fill_(wanted != vocab // 2, -torch.inf)
         right = one_device_loss(x, wanted, smoothing, ignore)
         shard = x[..., start:end].clone()
+        hint = "column is the target's in this rank's logits: target - start, or 0 where elsewhere"
+        loss = partial(lab.vocab_parallel_cross_entropy, shard, wanted, group, smoothing, ignore)
         with Traffic() as traffic:
-            mine = lab.vocab_parallel_cross_entropy(shard, wanted, group, smoothing, ignore)
+            mine = attempt("the loss", hint, loss)
         hint = "take the peak off before exp(); 0 times minus infinity is no number"
         expect(mine.isfinite().all(), "the loss is not finite", hint)
         hints = usual_losses(x - x.amax(-1, keepdim=True), wanted, smoothing, ignore, group)
-        worst = max(worst, expect_close("the loss", mine, right, hints=hints))
+        hint = "wanted: q (x - peak); q = 1 - smoothing at the target, + smoothing / vocab"
+        worst = max(worst, expect_close("the loss", mine, right, hints=hints, hint=hint))
         expect(torch.equal(shard, x[..., start:end]), "the logits are overwritten", IN_PLACE)
-        expect_traffic("forward", traffic, {"all_reduce": 3 * right.nbytes + 8 * P})  # and P widths
+        most, hint = {"all_reduce": 3 * right.nbytes + 8 * P}, "three numbers a token"
+        expect_traffic("forward", traffic, most, hint)  # and P widths
     return f"off by {worst:.0e}, smoothed or not; 3 numbers a token sent, not {vocab}"
 
 
@@ -351,7 +343,7 @@ def check_cross_entropy_backward(lab, group, seed):
     logits, target, start, end = draw_logits(randn, uneven, group)
     worst = 0
     for smoothing in 0.0, 0.1:
-        dy, x = randn(target.shape), logits.clone().requires_grad_()
+        dy, x = randn(target.shape).float(), logits.clone().requires_grad_()
         y = one_device_loss(x, target, smoothing, -100)
         y.backward(dy)
         scale = dy.masked_fill(target == -100, 0)[..., None]
@@ -363,7 +355,11 @@ def check_cross_entropy_backward(lab, group, seed):
         loss = partial(
             lab.vocab_parallel_cross_entropy, target=target, group=group, label_smoothing=smoothing
         )
-        worst = max(worst, run_and_compare(loss, given, wanted, {"y": {}, "dx": hints}))
+        hints = {
+            "dx": hints,
+            "otherwise": "(softmax - q) times each token's grad",
+        }
+        worst = max(worst, run_and_compare(loss, given, wanted, hints))
     return f"d loss / d logits, off by {worst:.0e}, smoothed or not; nothing sent"
 
 

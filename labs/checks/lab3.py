@@ -1,11 +1,14 @@
 """Lab 3's checks of the right ways, and the bugs that they have to catch."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from checks import watching
-from checks.tools import subgroup
+from checks.compare import attempt
+from checks.tools import run_and_compare, subgroup
 from checks.watching import numbers
-from harness import LABS, Traffic, Wrong, expect, expect_close, load
+from harness import LABS, Wrong, expect, expect_close, load
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
@@ -26,7 +29,11 @@ def check_transposed_weights(lab, group, seed):
             columns = weight.T.tensor_split(world)[rank]
             hints = {"these are columns, inputs: torch keeps a weight as (out, in)": columns}
             hints |= {CHUNK: weight.chunk(world)[rank]}
-            error = expect_close(f"the shard of rank {rank} of {world}", shard, right, hints=hints)
+            name, hint = (
+                f"the shard of rank {rank} of {world}",
+                "rows, one more on the first ranks",
+            )
+            error = expect_close(name, shard, right, hints=hints, hint=hint)
             alone = shard.untyped_storage().nbytes() == shard.nbytes
             expect(alone, "the shard is a view", "it keeps the whole matrix in memory: clone it")
     return f"off by {error:.0e} on 2 and 4 ranks"
@@ -39,7 +46,8 @@ def check_copy_without_no_grad(lab, group, seed):
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     lab.right_copy_without_no_grad(parameter, value)
     hints = {"nothing arrived: a name bound anew changes no parameter": before}
-    expect_close("the parameter", parameter.detach(), value, hints=hints)
+    hint = "value's numbers, as they are: copy_(), under no_grad()"
+    expect_close("the parameter", parameter.detach(), value, hints=hints, hint=hint)
     trained = parameter.requires_grad and parameter.is_leaf
     expect(trained, "the parameter is not trained any more", "requires_grad has to stay True")
     apart = parameter.data_ptr() != value.data_ptr()
@@ -60,13 +68,16 @@ def check_parallelize_order(lab, group, seed):
         model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
     mesh = DeviceMesh.from_group(subgroup(group, 10), "cpu")
-    model = lab.right_parallelize_order(model, mesh, plan, dict(weights))
+    given = {name: tensor.clone() for name, tensor in weights.items()}
+    hint = "first memory on the device, then the weights, then the cut; return the model"
+    model = attempt("it", hint, lab.right_parallelize_order, model, mesh, plan, given)
+    expect(isinstance(model, nn.Module), f"{model} is returned", hint)
+    expect(given.keys() == weights.keys(), "weights has lost some", "it is the caller's: copy it")
     for name, parameter in model.named_parameters():
         cut = hasattr(parameter, "full_tensor")
         expect(cut, f"{name} is a plain tensor", "cut by plan: parallelize_module")
         there = parameter.device.type == "cpu"
         there = there and torch.equal(parameter.full_tensor().detach(), weights[name])
-        hint = "first memory on the device, then the weights, then the cut"
         expect(there, f"{name} does not hold its weights", hint)
     x = numbers(seed, 3, 6)
     error = expect_close("the output", model(x).detach() + 0, whole(x).detach())
@@ -103,6 +114,7 @@ def check_untied_weights(lab, group, seed):
     for tied in (True, False):
         model, whole = TinyModel(seed, tied), TinyModel(seed, tied)
         model = lab.right_untied_weights(model, mesh, plan)
+        expect(isinstance(model, nn.Module), f"{model} is returned", "return the model")
         for each in (model, whole):
             F.cross_entropy(each(ids), target).backward()
         cut = [hasattr(module.weight, "full_tensor") for module in (model.embed, model.head)]
@@ -138,26 +150,21 @@ class MLP(Attention):
 
 def check_f_per_projection(lab, group, seed):
     shards = numbers(seed + 1 + group.rank(), 3, 4, 6)
-    x, dy = numbers(seed, 2, 5, 6).requires_grad_(), numbers(seed + 9, 2, 5, 4)  # dy (b, s, out/P)
+    x, dy = numbers(seed, 2, 5, 6), numbers(seed + 9, 2, 5, 4)  # dy (b, s, out/P)
     mine = (dy * 3) @ shards.sum(0)
     total, attention, mlp = all_reduce(mine, group), Attention(shards), MLP(shards)
     for block in (attention, mlp):
         lab.right_f_per_projection(block, group)
-    for call in (lambda: mlp(x, scale=3), lambda: attention(hidden_states=x, scale=3)):
-        x.grad = None
-        with Traffic() as forward:
-            out = call()
-        expect(not forward.ops, "f sends something in the forward", "forward: x as it is")
-        expect_close("the output", out, x @ shards.sum(0).T * 3)
-        with Traffic() as backward:
-            out.backward(dy)
-        hints = {"one rank's part only: f sums dx over the ranks in the backward": mine}
-        hints |= {"summed twice: one f is enough": total * group.size()}
-        hints |= {"f stands at the block's entrance, not at its output": mine * group.size()}
-        error = expect_close("dx", x.grad, total, hints=hints)
-        calls, moved = backward.ops.get("all_reduce", [0, 0])
-        found = f"{calls} all-reduces, {moved} bytes of {x.nbytes}"
-        expect(calls == 1 and moved == x.nbytes, found, "one f for q, k and v together")
+    wanted = {"y": x @ shards.sum(0).T * 3, "dx": total}
+    wanted |= {"forward": {}, "backward": {"all_reduce": x.nbytes}}
+    hints = {
+        "one rank's part only: f sums dx over the ranks in the backward": mine,
+        "summed twice: one f is enough": total * group.size(),
+        "f stands at the block's entrance, not at its output": mine * group.size(),
+    }
+    hints = {"dx": hints, "otherwise": "one f for q, k and v together, which are called as before"}
+    for call in (lambda x: mlp(x, scale=3), lambda x: attention(hidden_states=x, scale=3)):
+        error = run_and_compare(call, {"x": x, "dy": dy}, wanted, hints)
     return f"1 all-reduce for 3 projections, dx off by {error:.0e}"
 
 
@@ -165,35 +172,41 @@ def check_returned_tuples(lab, group, seed):
     """A tuple and a tensor, batch 3: value, gradient, bytes, and the partial sum left as it was."""
     parts, dy = numbers(seed, group.size(), 3, 4, 5), numbers(seed + 1, 3, 4, 5)
     weights, total, mine = numbers(seed + 2, 3, 4, 4), parts.sum(0), parts[group.rank()]
-    for name in ("attention", "the MLP"):
-        leaf = mine.clone().requires_grad_()
-        out = leaf * 1
-        with Traffic() as traffic:
-            given = (out, weights, "cache") if name == "attention" else out
-            result = lab.right_returned_tuples(given, group)
-        if name == "attention":
-            whole = isinstance(result, tuple) and result[1:] == given[1:]
+
+    def block(rest, x):
+        out = x * 1
+        result = lab.right_returned_tuples((out, *rest) if rest else out, group)
+        if rest:
+            whole = isinstance(result, tuple) and len(result) == 1 + len(rest)
+            whole = whole and all(one is other for one, other in zip(result[1:], rest))
             expect(whole, "the rest of the tuple is lost", "return a tuple: (the sum, *the rest)")
-            result = result[0]
-        hints = {"out[0] of a tensor is its first sequence": torch.cat([total[:1], mine[1:]])}
-        error = expect_close(f"{name}'s output", result.detach(), total, hints=hints)
+            (result, *_) = result
         same = torch.equal(out, mine) and result.requires_grad
-        expect(same, f"{name}'s output is overwritten, or has no graph", "a sum in place: use g")
-        (grad,) = torch.autograd.grad(result, leaf, dy)
-        hints = {"P times too large: g's backward sends nothing": dy * group.size()}
-        expect_close(f"{name}'s gradient", grad, dy, hints=hints)
-        moved = traffic.bytes("all_reduce")
-        expect(moved == out.nbytes, f"{name} moved {moved} bytes", f"{out.nbytes} will do")
+        expect(same, "the output given is overwritten, or has no graph", "a sum in place: use g")
+        return result
+
+    wanted = {"y": total, "dx": dy, "forward": {"all_reduce": dy.nbytes}, "backward": {}}
+    first = {"out[0] of a tensor is its first sequence": torch.cat([total[:1], mine[1:]])}
+    hints = {"y": first, "dx": {"P times too large: g's backward sends nothing": dy * len(parts)}}
+    hints["otherwise"] = "by g, once: a sum in the forward, dy as it is in the backward"
+    for name, rest in {"attention's ": (weights, "cache"), "the MLP's ": ()}.items():
+        run = partial(block, rest)
+        error = run_and_compare(run, {"x": mine, "dy": dy}, wanted, hints, name)
     return f"tuple and tensor off by {error:.0e}"
 
 
 def check_autograd_kwargs(lab, group, seed):
     """Two blocks that share two computed tensors, as layers share cos and sin; and a number."""
-    linear, calls = nn.Linear(5, 5), []
+    linear = nn.Linear(5, 5)
 
     def block(x, scale, power, bias):
-        calls.append(power)
         return (linear(x) * scale + bias).tanh() ** power
+
+    def recomputed(block, x, **kwargs):
+        out = lab.right_autograd_kwargs(block, x, **kwargs)
+        made = type(out.grad_fn).__name__
+        expect(made == "RecomputeBackward", f"{made} made the output", "by way of Recompute")
+        return out
 
     def gradients(run):
         x, base = numbers(seed, 3, 5).requires_grad_(), numbers(seed + 1, 5).requires_grad_()
@@ -205,19 +218,12 @@ def check_autograd_kwargs(lab, group, seed):
         return {"x": x.grad, "a tensor among kwargs": base.grad, "the block": linear.weight.grad}
 
     right = gradients(lambda block, x, **kwargs: block(x, **kwargs))
-    calls.clear()
     hint = "give apply() each tensor as an argument of its own: autograd looks into no dict"
-    try:
-        mine = gradients(lab.right_autograd_kwargs)
-    except NotImplementedError:
-        raise
-    except RuntimeError as problem:  # the shared tensor's graph is walked by both blocks
-        raise Wrong(f"RuntimeError: {str(problem).partition('.')[0]}", hint) from None
+    mine = attempt("a step", hint, gradients, recomputed)
     for name, grad in mine.items():
         expect(grad is not None, f"no gradient for {name}", hint)
         named = "the names stand in the order of the tensors"
         error = expect_close(f"the gradient of {name}", grad, right[name], hint=named)
-    expect(len(calls) == 4, f"the block ran {len(calls)} times, not 4", "by way of Recompute")
     return f"gradients off by {error:.0e}"
 
 
@@ -252,7 +258,10 @@ def check_local_positions(lab, group, seed):
                 "the ranks before do not all hold the larger chunk": local + rank * chunk,
             }
             name = f"positions of rank {rank} of {world}, {length} tokens,"
-            expect_close(name, mine, right, hints=hints)
+            hint = "those of the whole sequence, from 0, (s/P) in one piece"
+            expect_close(name, mine, right, hints=hints, hint=hint)
+            whole = not mine.is_floating_point()
+            expect(whole, f"the positions are {mine.dtype}", "whole numbers, which may be indices")
     return "each token at its own place"
 
 
@@ -271,7 +280,9 @@ def check_local_mask(lab, group, seed):
                 "a token sees itself as well": ones.tril(start - 1),
                 "True is: may see": 1 - right,
             }
-            expect_close(f"the mask of queries from {start}", mine.float(), right, hints=hints)
+            hint = "(queries, keys): token start + i sees those up to itself"
+            what = f"the mask of queries from {start}"
+            expect_close(what, mine.float(), right, hints=hints, hint=hint)
     return "one triangle over all chunks"
 
 
@@ -291,8 +302,11 @@ def check_chunk_boundary(lab, group, seed):
                 CHUNK: shifted.chunk(world, 1)[rank],
             }
             right = shifted.tensor_split(world, 1)[rank]
-            expect_close(f"targets of rank {rank} of {world}", mine, right, hints=hints)
-        expect(torch.equal(ids, before), "the tokens are overwritten", "the model still needs them")
+            same = torch.equal(ids, before)
+            expect(same, "the tokens are overwritten", "the model still needs them")
+            hint = "each token's successor, IGNORE after the last; shifted once, then cut in dim 1"
+            what = f"targets of rank {rank} of {world}"
+            expect_close(what, mine, right, hints=hints, hint=hint)
     return "one target lost in all, on 2 and 3 ranks"
 
 
@@ -311,7 +325,8 @@ def check_loss_without_graph(lab, group, seed):
     mean = all_reduce(alone, group) / world
     hints = {"this is the mean over the rank's own tokens": alone}
     hints |= {"a mean of means: ranks have different numbers of targets": mean}
-    error = expect_close("the loss", loss, right.detach(), hints=hints)
+    hint = "the mean over all targets but IGNORE, each rank's logits in its place"
+    error = expect_close("the loss", loss, right.detach(), hints=hints, hint=hint)
     trap = "P times too large: P ranks compute this loss, and the gather sums them"
     try:
         loss.backward() if loss.requires_grad else None

@@ -15,27 +15,15 @@ from types import SimpleNamespace
 
 import torch
 from checks import styles
-from checks.models import (
-    SHAPE,
-    against_one_device,
-    random_ids,
-    tiny_model,
-    uneven_length,
-)
-from checks.styles import (
-    LAYER,
-    TOLERANCE,
-    expect_calls,
-    expect_one_device,
-    finished,
-    noted_outputs,
-    raised,
-)
+from checks.compare import attempt, raised
+from checks.models import SHAPE, against_one_device, random_ids, tiny_model, uneven_length
+from checks.styles import LAYER, TOLERANCE, expect_calls, expect_one_device, finished
 from harness import Wrong, expect
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     RowwiseParallel,
     SequenceParallel,
 )
@@ -46,41 +34,47 @@ SUBGROUP = True  # the group is not the world, and has other rank numbers
 def check_validate_heads(lab, group, seed):
     draw = random.Random(seed)
     for _ in range(40):
-        kv, queries, world = draw.randint(1, 12), draw.randint(1, 4), draw.randint(1, 8)
-        heads = kv * queries
+        kv, heads, world = draw.randint(1, 12), draw.randint(1, 24), draw.randint(1, 8)
         config = SimpleNamespace(num_attention_heads=heads, num_key_value_heads=kv, head_dim=64)
         message = raised(lab.validate_heads, config, world)
         case = f"{heads} heads, {kv} KV heads, {world} ranks"
-        if kv % world == 0:
+        if kv % world == heads % world == 0:
             hint = "every rank gets whole heads of both"
             expect(message is None, f"{case}: refused: {message}", hint)
             continue
-        hint = "the KV heads are cut too, and it is heads that must be divided, not features"
+        hint = "heads and KV heads are cut, and it is heads that must be divided, not features"
         expect(message, f"{case}: not refused", hint)
-        fit = {n for n in range(1, kv + 1) if kv % n == 0}
+        fit = {n for n in range(1, kv + 1) if kv % n == heads % n == 0}
         named = Counter(map(int, re.findall(r"\d+", message)))
         wanted = Counter([*fit, heads, kv, world])
         numbers = f"{sorted(named.elements())}, not {sorted(wanted.elements())}"
         found = f"{case}: the message names {numbers}: {message}"
         every = named.keys() == wanted.keys() and named >= wanted  # kv ranks would do, too
-        expect(every, found, "say what would do: all numbers of ranks, and no other")
+        hint = "name both numbers, the ranks, and what would do: all numbers of ranks, and no other"
+        expect(every, found, hint)
     model = tiny_model("llama", seed, num_key_value_heads=1)
     mesh = DeviceMesh.from_group(group, "cpu")
     message = raised(lab.parallelize, model, mesh, {f"{LAYER}.self_attn.q_proj": ColwiseParallel()})
     cut = any(isinstance(p, DTensor) for p in model.parameters())
     found = "one KV head is cut over two ranks, or the model is cut before it is refused"
-    expect(message and not cut, found)
+    expect(message and not cut, found, "raise ValueError: parallelize() calls it before it cuts")
     return "40 configs: refused where a rank would get part of a head, told what would do; none cut"
 
 
 FAILS = "a plan that fails must not become another one"
+CALL = "a function is called with (model, sequence_parallel), and returns the plan"
 
 
 def chosen(lab, level, model, *args):
     """The plan of choose_plan(); Wrong unless it says that it is of this level."""
-    plan, reason = lab.choose_plan(model, *args)
+    hint = "the first level that applies (PLANS go by the class's name); the reason begins with it"
+    pair = lab.choose_plan(model, *args)
+    two = isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], str)
+    expect(two, f"{level}: {type(pair).__name__} is returned", "return a pair: plan, reason")
+    plan, reason = pair
+    expect(isinstance(plan, dict), f"{level}: the plan is {type(plan).__name__}", CALL)
     found = f"{reason!r} is chosen, not {level}"
-    expect(reason.startswith(level), found, "the first level that applies")
+    expect(reason.startswith(level), found, hint)
     return plan
 
 
@@ -88,7 +82,7 @@ def check_choose_plan(lab, group, seed):
     llama, mistral = tiny_model("llama", seed), tiny_model("mistral", seed)
     plan, called = {"lm_head": lab.sharded_logits()}, []
 
-    def function(model, sequence_parallel):
+    def function(model=None, sequence_parallel=None):
         called.append((model, sequence_parallel))
         return plan
 
@@ -96,10 +90,9 @@ def check_choose_plan(lab, group, seed):
         mine = chosen(lab, "custom", llama, sequence_parallel, plan, hf)
         expect(mine is plan, "not the dict that was given", "the caller's comes before all else")
         mine = chosen(lab, "custom", llama, sequence_parallel, function, hf)
-        hint = "call it: it returns the plan"
-        expect(mine is plan, f"a function's plan is {type(mine).__name__}", hint)
-        given = called[-1] == (llama, sequence_parallel)
-        expect(given, "a function gets other arguments", "model, SP")
+        expect(mine is plan, "not what the function returns", CALL)
+        given = called[-1][0] is llama and called[-1][1] is sequence_parallel
+        expect(given, f"custom(..., {called[-1][1]}) is called, not {sequence_parallel}", CALL)
     mine = chosen(lab, "custom", llama, True, {})
     expect(mine == {}, f"an empty dict becomes {len(mine)} styles", "custom is not None")
     check_import_paths(lab, llama, f"plans_of_seed_{seed}")
@@ -110,21 +103,25 @@ def check_choose_plan(lab, group, seed):
     expect(message, "Hugging Face's plan with SP is not refused", hint)
     check_registered_plans(lab, llama, seed)
     mine = chosen(lab, "base", mistral, True)
-    expect(isinstance(mine["model.norm"], SequenceParallel), "not the base plan", "for SP")
+    right = isinstance(mine["model.norm"], SequenceParallel)
+    expect(right, "not base_plan()'s", "base_plan(model, sequence_parallel)")
     return "dict, function, paths; HF's; model-specific, wrapped too; base; failures are raised"
 
 
 def check_registered_plans(lab, llama, seed):
-    """Model-specific plans: by the class or one it is derived from; one that fails is raised."""
-    wrapped = tiny_model("llama", seed)
+    """Model-specific plans, by the class's name alone; one that fails is raised."""
+    wrapped, renamed = tiny_model("llama", seed), tiny_model("llama", seed)
     wrapped.__class__ = type("LlamaForCausalLM", (type(llama),), {})
+    wrapped.config.model_type = "of_a_framework"
+    renamed.__class__ = type("OfAFramework", (type(llama),), {})
+    chosen(lab, "base", renamed, False)
     for model, sequence_parallel in ((llama, True), (wrapped, False)):
         mine = chosen(lab, "model-specific", model, sequence_parallel)
         right = lab.PLANS["LlamaForCausalLM"](model, sequence_parallel)
         same = mine.keys() == right.keys()
         same = same and repr(mine["model.embed_tokens"]) == repr(right["model.embed_tokens"])
         found = f"not the plan of LlamaForCausalLM, SP {sequence_parallel}"
-        expect(same, found, "it wants to know about SP")
+        expect(same, found, "PLANS[name of the class](model, sequence_parallel)")
     failing = tiny_model("qwen2", seed)
     lab.PLANS["Qwen2ForCausalLM"] = lambda model, sequence_parallel: {}["missing"]
     with suppress(KeyError):
@@ -141,7 +138,7 @@ def check_import_paths(lab, model, name):
         for path, right in ((f"{name}.given", {"a": 1}), (f"{name}.made", {"b": True})):
             mine = chosen(lab, "custom", model, True, path)
             found = f"the plan at {path} is {mine}, not {right}"
-            expect(mine == right, found, "it may be a function")
+            expect(mine == right, found, CALL)
         sys.path.remove(folder)
     for path in (f"{name}.missing", "no_such_module.plan", "llama"):
         message = raised(lab.choose_plan, model, False, path)
@@ -157,45 +154,73 @@ def check_translate_hf_plan(lab, group, seed):
         after = dict(model.config.base_model_tp_plan), dict(type(model)._tp_plan)
         expect(before == after, f"{family}: transformers' own plan was changed", "copy it")
         keys = {f"model.{name}" for name in before[0]} | before[1].keys() | {"model.embed_tokens"}
-        found = f"{family}: keys differ, as {min(plan.keys() ^ keys, default='')}"
-        expect(plan.keys() == keys, found, "prefix: model.")
-        head, table = plan["lm_head"], plan["model.embed_tokens"]
-        hint = "lm_head's colwise_gather_output becomes sharded_logits()"
-        sharded = head.output_layouts == (Shard(-1),) and not head.use_local_output
-        expect(sharded, f"{family}: lm_head is {head}", hint)
-        found = f"{family}: embed_tokens is {table}"
-        expect(isinstance(table, RowwiseParallel), found, "embedding_rowwise")
+        differ = min(plan.keys() ^ keys, default="")
+        hint = "below model. stands what the config names; add the class's, and embed_tokens"
+        expect(not differ, f"{family}: keys differ, as {differ}", hint)
+        for name, style in plan.items():
+            hint = "STYLES has classes and functions: call one, for a new style"
+            expect(isinstance(style, ParallelStyle), f"{family}: {name} is {style}", hint)
+        expect_head(family, plan["lm_head"], False)
+        found = f"{family}: embed_tokens is {plan['model.embed_tokens']}"
+        right = isinstance(plan["model.embed_tokens"], RowwiseParallel)
+        expect(right, found, 'where it is missing, "embedding_rowwise"')
         shared = len(set(map(id, plan.values()))) < len(plan)
         expect(not shared, f"{family}: two modules share a style", "make a new object for each")
         errors, forward, _, _ = against_one_device(lab, model, plan, group, ids)
-        gathered = forward.bytes("all_gather")
         worst = max(worst, expect_one_device(family, errors))
-    expect(gathered == 0, f"llama: {gathered} bytes are gathered", hint)
-    model.config.base_model_tp_plan = {"embed_tokens": "embedding_colwise"}
-    model._tp_plan = {**model._tp_plan, "model.embed_tokens": "embedding_colwise"}
-    table = lab.hf_plan(model)["model.embed_tokens"]
-    hint = "embedding_rowwise only where it is missing"
-    expect(isinstance(table, ColwiseParallel), f"embedding_colwise becomes {table}", hint)
-    model.config.base_model_tp_plan = {"layers.*.mlp": "made_up_style"}
-    message = raised(lab.hf_plan, model)
-    named = message and "made_up_style" in message and "layers.*.mlp" in message
-    found = f"made_up_style: {message or 'nothing raised'}"
-    expect(named, found, "left out, its module stays whole")
+    expect(not forward.bytes("all_gather"), "llama: something is gathered", SHARDED)
+    check_other_strings(lab, model)
     return f"Qwen3, Phi3, tied Llama by HF's strings: gradients off by {worst:.0e}; unknown refused"
 
 
-def step_by_plan(case, lab, model, plan, group, seed):
-    """What against_one_device() returns; an error of torch's or HF's becomes Wrong, with a hint."""
-    ids = random_ids(seed, uneven_length(DeviceMesh.from_group(group, "cpu")))
-    try:
-        return against_one_device(lab, model, plan, group, ids)
-    except NotImplementedError:  # an exercise not done; it is a RuntimeError
-        raise
-    except RuntimeError as problem:
-        hint = "a plain residual has s/P tokens, and transformers makes positions for so many"
-        if "mixed" in str(problem):
-            hint = "a module without style, or a residual without use_local_output=False"
-        raise Wrong(f"{case}: {str(problem).partition(chr(10))[0]}", hint) from None
+SHARDED = "lm_head's colwise_gather_output becomes sharded_logits(), which gathers nothing"
+
+
+def expect_head(case, head, local):
+    """Raise Wrong unless a style of lm_head leaves logits sharded, as a plain tensor if local."""
+    right = head.output_layouts == (Shard(-1),) and head.use_local_output == local
+    hint = "only an lm_head that gathers changes: this one's string is colwise, in the class's plan"
+    expect(right, f"{case}: lm_head is {head}", hint if local else SHARDED)
+
+
+def check_other_strings(lab, model):
+    """Strings that transformers does not give this model, in its class and its configuration."""
+    model.__class__ = type("Other", (type(model),), {"_tp_plan": {"lm_head": "colwise"}})
+    model._tp_plan = {"lm_head": "colwise", "model.embed_tokens": "embedding_colwise"}
+    model.config.base_model_tp_plan = {"embed_tokens": "embedding_colwise"}
+    plan = lab.hf_plan(model)
+    table = plan["model.embed_tokens"]
+    hint = "embedding_rowwise only where it is missing"
+    expect(isinstance(table, ColwiseParallel), f"embedding_colwise becomes {table}", hint)
+    expect_head("colwise", plan["lm_head"], True)
+    model.config.base_model_tp_plan = {"layers.*.mlp": "made_up_style"}
+    message = raised(lab.hf_plan, model)
+    named = message and "made_up_style" in message and "layers.*.mlp" in message
+    hint = "left out, its module stays whole: raise ValueError, with the string and the module"
+    expect(named, f"made_up_style: {message or 'nothing raised'}", hint)
+
+
+def unlike(plan, right):
+    """A hint at the first entry of a plan that has another style, or other layouts, or ""."""
+    for name, style in right.items():
+        mine = plan.get(name)
+        same = type(mine).__name__ == type(style).__name__ and vars(mine) == vars(style)
+        if not same:
+            return f"see {name}: its style, and where x lies before and after (use_local_output)"
+    return ""
+
+
+def expect_layouts(case, plan, tokens):
+    """Raise Wrong where a plan's styles say that x lies elsewhere; the values may be right."""
+    names = [f"{LAYER}.{name}" for name in ("self_attn.o_proj", "mlp.down_proj")]
+    said = {name: ("output_layouts", (tokens,)) for name in names}
+    norms = [f"{LAYER}.{name}_layernorm" for name in ("input", "post_attention")]
+    said |= {name: ("layout", tokens) for name in [*norms, "model.norm"]}
+    said["lm_head"] = "input_layouts", (Replicate(),)
+    hint = "o_proj and down_proj leave TOKENS, a norm has TOKENS, q, k, v and lm_head all of x"
+    for name, (attribute, right) in said.items():
+        mine = getattr(plan.get(name), attribute, right)
+        expect(mine == right, f"{case}: {name}'s {attribute}: {mine}, not {right}", hint)
 
 
 def check_llama_plan(lab, group, seed):
@@ -206,30 +231,29 @@ def check_llama_plan(lab, group, seed):
     for family, sequence_parallel, tied in cases:
         case = f"{family}, {'SP' if sequence_parallel else 'TP'}"
         model = tiny_model(family, seed, tie_word_embeddings=tied)
-        residual = noted_outputs(model.model.layers[0])
-        plan = lab.llama_plan(model, sequence_parallel)
+        residual = styles.noted_outputs(model.model.layers[0])
+        plan, right = (x.llama_plan(model, sequence_parallel) for x in (lab, finished))
         tokens = Shard(1) if sequence_parallel else Replicate()
-        for name in "self_attn.o_proj", "mlp.down_proj":
-            left = getattr(plan.get(f"{LAYER}.{name}"), "output_layouts", (tokens,))
-            found = f"{case}: {name} leaves {left}, not {tokens}"
-            expect(left == (tokens,), found, "o_proj and down_proj leave TOKENS")
-        step = step_by_plan(case, lab, model, plan, group, seed)
+        expect_layouts(case, plan, tokens)
+        ids = random_ids(seed, uneven_length(DeviceMesh.from_group(group, "cpu")))
+        hint = unlike(plan, right)
+        sent = f"{hint}; {once}" if hint else once
+        step = attempt(case, hint, against_one_device, lab, model, plan, group, ids)
         errors, forward, backward, norms = step
-        worst = max(worst, expect_one_device(case, errors))
+        worst = max(worst, expect_one_device(case, errors, hint))
         x = residual[-1]
         placed = x.placements if isinstance(x, DTensor) else "a plain tensor"
         kept = "see TOKENS" if isinstance(x, DTensor) else "use_local_output=False keeps a DTensor"
         expect(placed == (tokens,), f"{case}: the residual stream is {placed}, not {tokens}", kept)
         most = {"all_gather": edges, "reduce_scatter": edges} if sequence_parallel else {}
         small = {"all_reduce": loss if sequence_parallel else edges + loss}
-        expect_calls(f"{case}, forward", forward, once, **most, **small)
+        expect_calls(f"{case}, forward", forward, sent, **most, **small)
         small = {"all_reduce": 2 if sequence_parallel else edges}
-        expect_calls(f"{case}, backward", backward, once, **most, **small)
-        found = f"{case}: some parameters are plain, some DTensors"
+        expect_calls(f"{case}, backward", backward, sent, **most, **small)
         hint = "clip_grad_norm_ refuses that: a style for every norm"
-        expect(norms[1] is not None, found, hint)
+        expect(norms[1] is not None, f"{case}: some parameters are plain, some DTensors", hint)
         expect(abs(norms[1] / norms[0] - 1) < TOLERANCE, f"{case}: the gradient's norm is off")
-        differ = sorted(plan.keys() ^ finished.llama_plan(model, sequence_parallel).keys())
+        differ = sorted(plan.keys() ^ right.keys())
         hint = "one for each module of the table: other plans exchange some"
         expect(not differ, f"{case}: {len(differ)} keys differ, as {differ[:1]}", hint)
     return f"logits, every gradient off by {worst:.0e}, tied too; {edges} edges a way, TP and SP"

@@ -3,13 +3,13 @@
 import itertools
 import math
 from collections import Counter
-from contextlib import suppress
-from functools import partial
+from functools import partial, partialmethod
 
 import torch
 import torch.nn.functional as F
-from checks.tools import draw_from, expect_traffic, subgroup
-from harness import LABS, Traffic, Wrong, expect, expect_close, load
+from checks.compare import attempt, raised
+from checks.tools import draw_from, expect_traffic, run_and_compare, subgroup
+from harness import LABS, Traffic, expect, expect_close, load
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
@@ -20,6 +20,7 @@ finished = load(LABS / "lab6_lora.py")  # not the learner's
 JOINED, APART, SHARDED = WAYS = finished.WAYS
 all_reduce, share, split = finished.all_reduce, finished.share, finished.split
 
+STILL = "still this rank's part: sum what partial names, of all layers, wait, and write it to .grad"
 PARTIAL = "it is only this rank's part of a sum over the ranks: its name is missing in partial"
 WHOLE = "it is whole already, on every rank: summed it is P times too large"
 
@@ -49,17 +50,18 @@ def one_device(lab, randn, tokens, features_in, features_out, rank):
 def expected_messages(column, way, parallel, tokens, features, rank, world):
     """({op: bytes} forward, backward) of a layer, with sequence parallelism where parallel.
 
-    features: those of the base's message, i of a column parallel layer, o of a row parallel one.
+    tokens: bytes of one feature of all tokens; features: those of the base's message, i of a column
+    parallel layer, o of a row parallel one.
     """
     forward, backward = Counter(), Counter()
     there, back = ("all_gather", "reduce_scatter") if column else ("reduce_scatter", "all_gather")
 
     def edge(width, scattered):
         if scattered:
-            forward[there] += 4 * tokens * width  # bytes, float32
-            backward[back] += 4 * tokens * width
+            forward[there] += tokens * width
+            backward[back] += tokens * width
         else:
-            (backward if column else forward)["all_reduce"] += 4 * tokens * width
+            (backward if column else forward)["all_reduce"] += tokens * width
 
     edge(features, parallel)
     if way == APART:
@@ -71,32 +73,23 @@ def expected_messages(column, way, parallel, tokens, features, rank, world):
 
 def check_layer(lab, group, seed, column):
     """A layer in every way, TP and SP, r = 4 on 3 ranks and r = 1 on 2."""
-    uneven, randn = draw_from(seed)
     pair = [(subgroup(group, ranks=[0, 1]), 1)] if group.rank() < 2 else []
     cases, worst = [(group, 4), *pair], 0
+    Layer = lab.ColumnParallelLoRA if column else lab.RowParallelLoRA
+    expected = column_parallel if column else row_parallel
     for (ranks, r), way, parallel in itertools.product(cases, WAYS, (False, True)):
+        uneven, randn = draw_from(seed, ranks)
         P, i, o = ranks.size(), uneven(), uneven()
         known = one_device(lab, randn, P * uneven(), i, o, r)
         full, x = known[:2]
         case = f"{way}, {'SP' if parallel else 'TP'}, r = {r} on {P} ranks"
-        Layer = lab.ColumnParallelLoRA if column else lab.RowParallelLoRA
         layer = Layer(full, ranks, way, sequence_parallel=parallel)
-        expected = column_parallel if column else row_parallel
-        given, sent, (y, hints), (dx, wrong_dx) = expected(known, ranks, parallel)
-        expect(not layer.weight.requires_grad, f"{case}: weight is trained", "the base is frozen")
-        mine = given.clone().requires_grad_()
-        sizes = column, way, parallel, x[..., 0].numel(), i if column else o, r, P
-        forward, backward = expected_messages(*sizes)
-        with Traffic() as traffic:
-            out = layer(mine)
-        worst = max(worst, expect_close(f"{case}: y", out, y, hints=hints))
-        expect_traffic(f"{case}: forward", traffic, forward)
-        with Traffic() as traffic:
-            out.backward(sent)
-        worst = max(worst, expect_close(f"{case}: dx", mine.grad, dx, hints=wrong_dx))
-        expect_traffic(f"{case}: backward", traffic, backward)
-        expect(torch.equal(mine, given), f"{case}: x is overwritten")
+        given, wanted, hints = expected(known, ranks, parallel)
+        sizes = column, way, parallel, x[..., 0].nbytes, i if column else o, r, P
+        wanted["forward"], wanted["backward"] = expected_messages(*sizes)
+        worst = max(worst, run_and_compare(layer, given, wanted, hints, f"{case}: "))
         worst = max(worst, expect_gradients(case, layer, full, column))
+        expect(not layer.weight.requires_grad, f"{case}: weight is trained", "the base is frozen")
     ways = f"{len(WAYS)} ways, TP and SP, r = 1 on 2 ranks"
     return f"y, dx, dA, dB, off by {worst:.0e}: {ways}; W frozen"
 
@@ -109,7 +102,7 @@ def without_adapter(full, x, y):
 
 
 def column_parallel(known, group, parallel):
-    """A rank's x, dy, (y, hints) and (dx, hints) of a column parallel layer; known: one_device()'s.
+    """given, wanted, hints of run_and_compare() for a column parallel layer; known: one_device()'s.
 
     parallel: whether it enters with its own tokens only.
     """
@@ -123,9 +116,10 @@ def column_parallel(known, group, parallel):
         "dx through A is summed over the ranks twice": dy @ W + P * dy @ B @ A * full.scale,
         "dx through A lacks the other ranks' part": dy @ W + own,
     }
-    hints = {text: cut(t) for text, t in without_adapter(full, x, y).items()}
-    wrong_dx = {text: tokens(t) for text, t in wrong_dx.items()}
-    return tokens(x), cut(dy), (cut(y), hints), (tokens(dx), wrong_dx)
+    hints = {"y": {text: cut(t) for text, t in without_adapter(full, x, y).items()}}
+    hints["dx"] = {text: tokens(t) for text, t in wrong_dx.items()}
+    hints["otherwise"] = "B has its rows cut; sharded: A's too, and A's result is gathered along r"
+    return {"x": tokens(x), "dy": cut(dy)}, {"y": cut(y), "dx": tokens(dx)}, hints
 
 
 def row_parallel(known, group, parallel):
@@ -139,9 +133,11 @@ def row_parallel(known, group, parallel):
     hints["A's result is a sum over the ranks"] = hints["the adapter is missing"] + partly
     hints["the bias is added on every rank"] = y + (P - 1) * full.bias.detach()
     hints["the bias is missing"] = y - full.bias.detach()
-    hints = {text: tokens(t) for text, t in hints.items()}
-    wrong_dx = {"dy is the same on all ranks": P * cut(dx)}
-    return cut(x), tokens(dy), (tokens(y), hints), (cut(dx), wrong_dx)
+    hints = {"y": {text: tokens(t) for text, t in hints.items()}}
+    hints["dx"] = {"dy is the same on all ranks": P * cut(dx)}
+    hints["otherwise"] = "A has its columns cut; sharded: B's too, A's result scattered along r; "
+    hints["otherwise"] += "apart: W x and A x leave, each once, then B; the bias comes last, once"
+    return {"x": cut(x), "dy": tokens(dy)}, {"y": tokens(y), "dx": cut(dx)}, hints
 
 
 def expect_gradients(case, layer, full, column):
@@ -190,14 +186,16 @@ def check_sum_partial_gradients(lab, group, seed):
                 grads = [share(randn(layer.shapes[name]), layer.cut[name], group) for _ in range(P)]
                 p.grad = grads[group.rank()].clone()
                 summed = name in layer.partial
-                hints = {WHOLE: sum(grads)} if not summed else {PARTIAL: p.grad.clone()}
+                hints = {WHOLE: sum(grads)} if not summed else {STILL: p.grad.clone()}
                 hints["the mean is not the sum"] = sum(grads) / P
                 wanted.append((name, p, sum(grads) if summed else p.grad.clone(), hints))
                 most += p.nbytes * summed
+        hint = "joined they are flat: split() by numel() gives each back, in its shape"
         with Traffic() as traffic:
-            lab.sum_partial_gradients(layers, group)
+            attempt(case, hint, lab.sum_partial_gradients, layers, group)
         for name, p, right, hints in wanted:
-            expect_close(f"{case}: the gradient of {name}", p.grad, right, hints=hints)
+            hint = "the sum in place of what was there; " + hint
+            expect_close(f"{case}: the gradient of {name}", p.grad, right, hints=hints, hint=hint)
         expect_traffic(case, traffic, Counter(all_reduce=most))
         calls = sum(calls for calls, _ in traffic.ops.values())
         expect(calls <= 1, f"{case}: {calls} messages", "one for all gradients: join them first")
@@ -211,13 +209,11 @@ def check_save_adapter(lab, group, seed):
     for way, parallel in itertools.product(WAYS, (False, True)):
         layers, full = three_layers(lab, group, randn, way, parallel)
         for layer, one in zip(layers, full):
-            adapter = lab.full_adapter(layer)
+            hint = "detached, as one device has it: where it is cut along dim, gather along dim"
+            adapter = attempt(way, hint, lab.full_adapter, layer)
             for name, shape in layer.shapes.items():
                 mine, right = adapter[name], getattr(one, name).weight.detach()
-                what, hint = (
-                    f"{way}: {name}, {tuple(shape)}, as saved",
-                    "where it is cut: gather it",
-                )
+                what = f"{way}: {name}, {tuple(shape)}, as saved"
                 expect_close(what, mine, right, 0, hint=hint)
                 expect(not mine.requires_grad, f"{way}: {name} as saved is trained", "save a copy")
                 own = getattr(layer, name).untyped_storage().data_ptr()
@@ -226,13 +222,15 @@ def check_save_adapter(lab, group, seed):
             x, before = randn(2, uneven(), one.in_features), one.weight.clone()
             saved = {name: tensor.clone() for name, tensor in adapter.items()}
             y = one(x).detach()
-            merged = lab.merge_adapter(one, adapter, one.scale)
+            hint = "W + scale B A, without autograd"
+            merged = attempt("merging", hint, lab.merge_adapter, one, adapter, one.scale)
+            same = torch.equal(one.weight, before)
+            expect(same, "merging overwrites the base", "merge into the copy")
             base = F.linear(x, one.weight, one.bias)
             unscaled = base + (y - base) / one.scale
             hints = {"W + scale B A: the scale is missing": unscaled, "nothing is merged": base}
-            worst = max(worst, expect_close(f"{way}: merged", merged(x).detach(), y, hints=hints))
-            same = torch.equal(one.weight, before)
-            expect(same, "merging overwrites the base", "merge into the copy")
+            mine = merged(x).detach()
+            worst = max(worst, expect_close(f"{way}: merged", mine, y, hints=hints, hint=hint))
             same = all(torch.equal(saved[name], adapter[name]) for name in saved)
             expect(same, "merging changes the adapter", "it is the caller's: make a new tensor")
     return f"shards of every way give A and B exactly; merged as one device, off by {worst:.0e}"
@@ -255,8 +253,8 @@ def adapted_mlps(lab, randn, rank):
 def plain_plan(parallel):
     """The plan of MLPs without a word of LoRA; the tokens are cut over the ranks where parallel."""
     if parallel:
-        up, down = ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1))
-        return {"*.up": up, "*.down": down}
+        up = ColwiseParallel(input_layouts=Shard(1), use_local_output=False)
+        return {"*.up": up, "*.down": RowwiseParallel(output_layouts=Shard(1))}
     return {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
 
 
@@ -289,37 +287,34 @@ def check_translate_to_lora(lab, group, seed):
                 expect(mine == right, found, hint)
             new = name[0] == "1" or style is not first[name]
             expect(new, f"{case}: two calls share {name}", "no cache")
-        worst = max(worst, compare_dtensor(case, model, mesh, styles, parallel, randn)[0])
-    with suppress(TypeError):
-        lab.translate_to_lora({"*.up": Watched()}, adapted_mlps(lab, randn, 1))
-        hint = "look up its type, and raise TypeError"
-        raise Wrong("a subclass of ColwiseParallel is translated", hint)
+        worst = max(worst, compare_dtensor(case, model, mesh, styles, parallel, randn))
+    style, model = Watched(), adapted_mlps(lab, randn, 1)
+    hint = "no adapters: any style will do, as it is"
+    styles = attempt("a plain layer", hint, lab.translate_to_lora, {"1.up": style}, model)
+    expect(styles == {"1.up": style}, "a plain layer's style is another one", hint)
+    message = raised(lab.translate_to_lora, {"*.up": style}, model, kind=TypeError)
+    hint = "look up its type, and raise TypeError"
+    expect(message is not None, "a subclass of ColwiseParallel is translated", hint)
     return f"new styles, the plan as it was; off by {worst:.0e}, TP and SP, r = 1 and 3"
 
 
 def compare_dtensor(case, model, mesh, styles, parallel, randn):
-    """(largest error against one device, Traffic forward, backward) of a model cut by styles."""
-    group, x, dy = mesh.get_group(), randn(2, 6, 12), randn(2, 6, 12)
-    whole = x.clone().requires_grad_()
-    y = model(whole)
+    """The largest error against one device of a model cut by styles."""
+    x, dy = randn(2, 6, 12).requires_grad_(), randn(2, 6, 12)
+    y = model(x)
     y.backward(dy)
     right = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     parallelize_module(model, mesh, styles)
-    tokens = partial(share, dim=1 if parallel else None, group=group)
-    mine = tokens(x).requires_grad_()
-    with Traffic() as forward:
-        out = model(mine)
-    with Traffic() as backward:
-        out.backward(tokens(dy))
-    worst = expect_close(f"{case}: y", out.detach(), tokens(y))
-    worst = max(worst, expect_close(f"{case}: dx", mine.grad, tokens(whole.grad)))
+    tokens = partial(share, dim=1 if parallel else None, group=mesh.get_group())
+    given, wanted = {"x": tokens(x), "dy": tokens(dy)}, {"y": tokens(y), "dx": tokens(x.grad)}
+    worst = run_and_compare(model, given, wanted, {}, f"{case}: ")
     for name, p in model.named_parameters():
         expect((p.grad is not None) == (name in right), f"{case}: {name} is trained, or should be")
         if name in right:
             grad = p.grad.full_tensor()
             worst = max(worst, expect_close(f"{case}: the gradient of {name}", grad, right[name]))
-    return worst, forward, backward
+    return worst
 
 
 CHECKS = {
@@ -337,15 +332,12 @@ CHECKS = {
 def partial_forgotten_under_sp(lab):
     """Under sequence parallelism no gradient is named partial that is whole under TP."""
 
-    def forgetful(right):
-        def cuts(self):
-            cut, names = right(self)
-            return cut, [] if self.way == APART else names
-
-        return cuts
+    def forgetful(self, right):
+        cut, names = right(self)
+        return cut, [] if self.way == APART else names
 
     for kind in lab.ColumnParallelLoRA, lab.RowParallelLoRA:
-        kind.cuts = forgetful(kind.cuts)
+        kind.cuts = partialmethod(forgetful, kind.cuts)
 
 
 def gradient_not_summed(lab):

@@ -1,10 +1,5 @@
 """Tiny random models of several families, and a step of each against one device, for lab 5."""
 
-import contextlib
-import sys
-from types import SimpleNamespace
-from unittest import mock
-
 import torch
 from harness import Traffic, relative_error
 from torch import nn
@@ -92,25 +87,6 @@ def against_one_device(lab, model, plan, group, ids):
         total = nn.utils.get_total_norm([p.grad for p in parameters.values()])
         norms = norm, total.full_tensor().item()
     return errors, forward, backward, norms
-
-
-def short(ops):
-    """{op: [calls, bytes]} in a few letters: 5 AG 5 RS."""
-    letters = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR", "all_to_all": "A2A"}
-    return " ".join(f"{ops[op][0]} {letters.get(op, op)}" for op in sorted(ops)) or "none"
-
-
-@contextlib.contextmanager
-def upcasts_in_float64(model):
-    """Hugging Face computes norms, softmax, rotary embedding and loss in float32, whatever the
-    model's dtype, by torch.float32 or x.float(): float64 here."""
-    modeling = sys.modules[type(model).__module__]
-    names = SimpleNamespace(**vars(torch) | {"float32": torch.float64})
-    with (
-        mock.patch.object(modeling, "torch", names),
-        mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
-    ):
-        yield
 
 
 def uneven_length(mesh):

@@ -1,11 +1,13 @@
 """Lab 5's checks of the styles that torch lacks: gathering, rotary, norms of heads, fusion."""
 
 import random
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from checks.compare import attempt, expect_same, raised
 from checks.models import Collectives, full, random_ids, tiny_model, uneven_length
-from harness import LABS, Wrong, expect, expect_close, load, relative_error
+from harness import LABS, expect, expect_close, load, relative_error
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -30,20 +32,6 @@ def expect_calls(case, traffic, hint="", **most):
     for op, (calls, _) in traffic.ops.items():
         enough = f"{most[op]} will do" if op in most else "none is needed"
         expect(calls <= most.get(op, 0), f"{case}: calls of {op}: {calls}; {enough}", hint)
-
-
-def raised(function, *args, **kwargs):
-    """The message of the ValueError that a call raises, or None; Wrong for any other error."""
-    try:
-        function(*args, **kwargs)
-    except ValueError as problem:
-        return str(problem)
-    except NotImplementedError:  # an exercise not done
-        raise
-    except Exception as problem:
-        hint = "raise ValueError, with a message that says what would do"
-        raise Wrong(f"{type(problem).__name__}: {problem}", hint) from None
-    return None
 
 
 def noted_outputs(module):
@@ -85,18 +73,21 @@ def check_all_gather_style(lab, group, seed):
         mine = distribute_tensor(x.detach(), mesh, [layout])
         mine = (mine.to_local() if plain else mine).requires_grad_()
         seen = noted_outputs(model.norm)
+        hint = "redistribute it to [Replicate()], a DTensor: q, k and v's gradients meet in it"
         with Collectives() as forward:
-            out = model(mine)
+            out = attempt(case, hint, model, mine)
         y = seen[0]
         found = f"{case}: the result is {getattr(y, 'placements', 'a plain tensor')}"
-        hint = "redistribute it to [Replicate()], a DTensor: q, k and v's gradients meet in it"
         expect(isinstance(y, DTensor) and y.placements == (Replicate(),), found, hint)
+        expect(y.shape == x.shape, f"{case}: the result is {tuple(y.shape)}", hint)
         with Collectives() as backward:
             out.backward(dy.chunk(P, -1)[group.rank()])
-        scattered = layout == Shard(1)
-        expect_calls(f"{case}, forward", forward, **({"all_gather": 1} if scattered else {}))
-        back = {"reduce_scatter": 1} if scattered else {"all_reduce": 1}
-        expect_calls(f"{case}, backward", backward, **back)
+        there, back = {"all_gather": 1}, {"reduce_scatter": 1}
+        there, back = (there, back) if layout == Shard(1) else ({}, {"all_reduce": 1})
+        hint = "redistribute() alone, which knows its backward"
+        expect_calls(f"{case}, forward", forward, hint, **there)
+        expect_calls(f"{case}, backward", backward, hint, **back)
+        expect(mine.grad is not None, f"{case}: no gradient for x", hint)
         grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
         grads["x"] = full(DTensor.from_local(mine.grad, mesh, [layout]) if plain else mine.grad)
         errors = {name: relative_error(grads[name], right[name]) for name in right}
@@ -117,43 +108,33 @@ def plain_residual_plan(lab, model):
 
 def check_rotary_style(lab, group, seed):
     """Positions counted by transformers, and given ones, which do not begin at 0."""
-    worst = 0
-    for given, positions in (False, torch.arange(12)[None]), (True, torch.arange(3, 15)[None]):
+    worst, mesh, given = 0, DeviceMesh.from_group(group, "cpu"), []
+
+    def note(module, args, kwargs):
+        given.extend((x, x.clone()) for x in (*args, *kwargs.values()) if not x.is_floating_point())
+
+    for own, positions in (False, torch.arange(12)[None]), (True, torch.arange(3, 15)[None]):
         model, ids = tiny_model("llama", seed), random_ids(seed, 12)
-        options = {"position_ids": positions, "use_cache": False}
+        options, rotary = {"position_ids": positions, "use_cache": False}, model.model.rotary_emb
         logits = model(input_ids=ids, **options).logits.detach()
-        cos, _ = model.model.rotary_emb(logits, positions)  # (1, 12, d)
-        mesh = DeviceMesh.from_group(group, "cpu")
+        cos, _ = rotary(logits, positions)  # (1, 12, d)
+        rotary.register_forward_pre_hook(note, with_kwargs=True)
         finished.parallelize(model, mesh, plain_residual_plan(lab, model))
-        seen = noted_outputs(model.model.rotary_emb)
-        case = "positions given" if given else "positions counted by transformers"
-        try:
-            out = model(input_ids=ids, **options | {"position_ids": positions if given else None})
-        except NotImplementedError:  # an exercise not done; it is a RuntimeError
-            raise
-        except (RuntimeError, IndexError) as problem:
-            shape = tuple(seen[0][0].shape) if seen else ()
-            hint = "gather the positions of all tokens: (1, s)"
-            if shape[:1] != (1,):
-                hint = "position_ids have two dimensions: (1, s)"
-            found = f"{case}: cos of shape {shape}, q of 12 tokens"
-            raise Wrong(f"{found}: {str(problem).partition(chr(10))[0]}", hint) from None
+        seen = noted_outputs(rotary)
+        case = "positions given" if own else "positions counted by transformers"
+        options |= {} if own else {"position_ids": None}
+        hint = "gather the positions of all tokens, in two dimensions: (1, s)"
+        out = attempt(case, hint, partial(model, input_ids=ids, **options))
         hints = {"every rank counts from 0: add rank * n": torch.cat([cos[:, :6]] * 2, 1)}
-        hints |= {} if not given else {"keep positions that are given": seen[0][0]}
-        expect_close(f"{case}: cos", seen[0][0], cos, 1e-6, hints)
+        hints |= {"keep positions that are given": seen[0][0]} if own else {}
+        hint = "rank r has the positions from r * n, n = x.shape[1], in the whole sequence"
+        expect_close(f"{case}: cos", seen[0][0], cos, 1e-6, hints, hint)
         worst = max(worst, expect_close("the logits", out.logits.full_tensor(), logits))
+        expect_same("position_ids", *zip(*given))
+    stream = distribute_tensor(torch.zeros(1, 12, 32), mesh, [Shard(1)])
+    hint = "a DTensor has the shape of all tokens, and so have its positions: keep them"
+    expect_close("x a DTensor: cos", rotary(stream, positions)[0], cos, 1e-6, hint=hint)
     return f"12 positions from 6 a rank, given ones kept; logits off by {worst:.0e}"
-
-
-def run_mixed(case, module, x):
-    """module(x); Wrong where plain tensors meet DTensors in it."""
-    try:
-        return module(x)
-    except RuntimeError as problem:
-        mixed = "mixed" in str(problem)
-        found = f"{case}: {str(problem).partition(chr(10))[0]}"
-        expect(not mixed, found, "the weight is a DTensor: x must enter as one")
-        raise
 
 
 def check_qk_norm_style(lab, group, seed):
@@ -172,11 +153,14 @@ def check_qk_norm_style(lab, group, seed):
         parallelize_module(norm, mesh, lab.QKNormParallel())
         with Collectives() as traffic:
             for dy in dys:
-                out = run_mixed(case, norm, mine)
+                hint = "the weight is a DTensor: x must enter as one"
+                out = attempt(case, hint, norm, mine)
                 hint = "rotary and attention work on plain tensors"
                 expect(not isinstance(out, DTensor), f"{case}: a DTensor comes out", hint)
+                own = y.chunk(P, heads_dim)[rank]
+                hint = "the rank's own heads go in and come out, as they are: to_local()"
+                expect_close(f"{case}: y", out.detach(), own, hint=hint)
                 out.backward(dy.chunk(P, heads_dim)[rank])
-        expect_close(f"{case}: y", out.detach(), y.chunk(P, heads_dim)[rank])
         expect_close(f"{case}: dx", mine.grad, x.grad.chunk(P, heads_dim)[rank])
         moved = sum(sent for _, sent in traffic.ops.values())
         expect(moved <= 8 * d, f"{case}: {moved} bytes are sent", "at most the weight's gradient")
@@ -195,16 +179,39 @@ def check_qk_norm_style(lab, group, seed):
     return f"gradient of all heads, off by {worst:.0e}, over two backwards; nothing sent for it"
 
 
+def expect_order(lab, sizes, world):
+    """Raise Wrong unless fused_order() has every rank's share of each block, rank by rank."""
+    rows = torch.arange(sum(sizes))
+    blocks = rows.split(sizes)
+    right = torch.cat([block.view(world, -1) for block in blocks], 1).flatten()
+    spread = torch.cat([block.view(-1, world).T for block in blocks], 1).flatten()
+    start = torch.cat([(block - block[0]).view(world, -1) for block in blocks], 1).flatten()
+    hints = {
+        "a contiguous piece mixes the blocks: take a share of each": rows,
+        "a share is contiguous: whole heads stay together": spread,
+        "a block begins where the one before it ends": start,
+    }
+    order, case = lab.fused_order(sizes, world), f"blocks of {sizes} rows on {world} ranks"
+    kind = getattr(order, "dtype", type(order).__name__)
+    expect(kind == torch.int64, f"{case}: the order is {kind}", "an int64 tensor: rows by number")
+    hint = "rank by rank, of each block that rank's share"
+    expect_close(f"{case}: the order", order, right, 0, hints, hint)
+    for more in ((1, 0, 0), (0, 1, 0), (0, 0, 1), (1, -1, 0)):
+        uneven = tuple(2 * world + rows for rows in more)
+        found = f"blocks of {uneven} rows are cut over {world} ranks"
+        hint = "raise ValueError unless world divides each of them: one rank would hold more of it"
+        expect(raised(lab.fused_order, uneven, world), found, hint)
+
+
 def check_fused_style(lab, group, seed):
     torch.manual_seed(seed)
     mesh, P, rank, worst = DeviceMesh.from_group(group, "cpu"), group.size(), group.rank(), 0
-    drawn = tuple(P * size for size in random.Random(seed).sample(range(1, 10), 4))
-    for sizes in ((4 * P, 2 * P, 2 * P), (3 * P, 3 * P), drawn):
-        case = f"blocks of {sizes} rows"
-        order, rows = lab.fused_order(sizes, P), sum(sizes)
-        each_once = torch.equal(order.sort().values, torch.arange(rows))
-        expect(each_once, f"{case}: not every row once", "an order of all the rows")
-        linear = nn.Linear(5, rows)
+    drawn = random.Random(seed).sample(range(1, 10), 4)
+    for shares in ((4, 2, 2), (3, 3), drawn):
+        for world in (P, P + 1):
+            expect_order(lab, tuple(world * share for share in shares), world)
+        sizes = tuple(P * share for share in shares)
+        case, linear = f"blocks of {sizes} rows", nn.Linear(5, sum(sizes))
         x, dys = torch.randn(2, 3, 5), [torch.randn(2, 3, size) for size in sizes]
         y = linear(x)
         y.backward(torch.cat(dys, -1))
@@ -212,24 +219,16 @@ def check_fused_style(lab, group, seed):
         model = nn.Sequential(linear)
         parallelize_module(model, mesh, {"0": lab.FusedColwiseParallel(*sizes)})
         out = model(x)
-        shares = [[block.chunk(P, -1)[r] for block in y.detach().split(sizes, -1)] for r in (0, 1)]
-        wanted, others = torch.cat(shares[rank], -1), torch.cat(shares[1 - rank], -1)
-        mixes = "a contiguous piece mixes the blocks: take a share of each"
-        apart = torch.cat([block[..., rank::P] for block in y.detach().split(sizes, -1)], -1)
-        hints = {mixes: y.detach().chunk(P, -1)[rank], "these are another rank's shares": others}
-        hints["a share is contiguous: whole heads stay together"] = apart
-        error = expect_close(f"{case}: [Q_r | K_r | V_r]", out.detach(), wanted, hints=hints)
+        wanted = torch.cat([block.chunk(P, -1)[rank] for block in y.detach().split(sizes, -1)], -1)
+        error = expect_close(f"{case}: [Q_r | K_r | V_r]", out.detach(), wanted)
         out.backward(torch.cat([dy.chunk(P, -1)[rank] for dy in dys], -1))
         for name, p in model.named_parameters():
-            value, grad = before[name[2:]]
+            (value, grad), order = before[name[2:]], linear.fused_order
             again = {"back[order] = full: full[order] reorders once more": value[order][order]}
             again["the rows are in the ranks' order"] = value[order]
             mine = lab.whole(model, name, p.detach())
             expect_close(f"{case}: {name}, put back,", mine, value, 0, again)
             mine = lab.whole(model, name, p.grad)
             worst = max(worst, error, expect_close(f"{case}: its gradient", mine, grad))
-    message = raised(lab.fused_order, (4 * P, 2 * P + 1, 2 * P + 1), P)
-    found = f"a block of {2 * P + 1} rows is cut over {P} ranks"
-    expect(message, found, "one rank would hold more of it")
     seen = "each rank its share of every block"
     return f"{seen}, off by {worst:.0e}; whole() restores weights and gradients"

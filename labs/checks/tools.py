@@ -10,7 +10,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from harness import expect
+from checks.compare import attempt
+from harness import Traffic, expect, expect_close
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
@@ -22,7 +23,8 @@ def draw_from(seed, group=None):
     """(uneven, randn): uneven() is a size that neither 2 nor 3 divides, randn(*shape) a tensor.
 
     All ranks of a group draw the same. Another group draws equal sizes and other numbers, so that
-    a collective that forgets its group gives a wrong result instead of waiting for ever.
+    a collective that forgets its group gives a wrong result instead of waiting for ever; two ranks
+    draw float64, so that an answer cannot count on one dtype.
     """
     first = dist.get_process_group_ranks(group)[0] if group else 0
     sizes = torch.Generator().manual_seed(seed)
@@ -31,7 +33,8 @@ def draw_from(seed, group=None):
     def uneven():
         return UNEVEN[torch.randint(len(UNEVEN), (), generator=sizes)]
 
-    return uneven, partial(torch.randn, generator=numbers)
+    dtype = torch.float64 if group and group.size() == 2 else torch.float32
+    return uneven, partial(torch.randn, generator=numbers, dtype=dtype)
 
 
 def subgroup(group, seconds=600, ranks=None):
@@ -102,7 +105,7 @@ class Kept(torch.autograd.graph.saved_tensors_hooks):
 
     def note_attributes(self, out):
         """Count what an autograd Function has written to its ctx, too: out is its result."""
-        for x in tree_leaves(list(vars(out.grad_fn).values())):
+        for x in tree_leaves(list(getattr(out.grad_fn, "__dict__", {}).values())):
             if isinstance(x, torch.Tensor):
                 self.note(x)
 
@@ -115,9 +118,44 @@ class Kept(torch.autograd.graph.saved_tensors_hooks):
         return sum(self.storages.values())
 
 
-def expect_traffic(when, traffic, most):
-    """Raise Wrong unless each collective moves at most most[op] bytes; those not named none."""
-    for op, (calls, sent) in traffic.ops.items():
+def expect_traffic(when, traffic, most, hint=""):
+    """Raise Wrong unless each collective moves at most most[op] bytes; those not named none.
+
+    most None: any will do.
+    """
+    for op, (calls, sent) in (traffic.ops if most is not None else {}).items():
         allowed = most.get(op, 0)
         enough = f"{allowed} will do" if allowed else "none are needed"
-        expect(sent <= allowed, f"{when}: {op} moves {sent} bytes, calls: {calls}; {enough}")
+        found = f"{when}: {op} moves {sent} bytes, calls: {calls}; {enough}"
+        expect(sent <= allowed, found, hint)
+
+
+IN_PLACE = "a collective works in place, as x.add_() does; do it to a new tensor"
+
+
+def run_and_compare(layer, given, wanted, hints, case="", parameters=()):
+    """Run layer(x) and its backward; compare values, gradients and bytes. No input is written to.
+
+    given {"x", "dy"}; wanted {"y", "dx"}, where they matter "forward" and "backward", {op: bytes},
+    and "kept", the bytes that the backward needs beside the parameters; hints {"y", "dx"}, as
+    expect_close takes them, and "otherwise", a text. case: what messages begin with. Returns the
+    largest relative error.
+    """
+    x, dy = given["x"].clone().requires_grad_(), given["dy"].clone()
+    hint = hints.get("otherwise", "")
+    with Traffic() as forward, Kept(*parameters) as kept:
+        y = attempt(f"{case}the forward", hint, layer, x)
+    error = expect_close(f"{case}y", y, wanted["y"], hints=hints.get("y"), hint=hint)
+    expect(torch.equal(x, given["x"]), f"{case}x is overwritten", IN_PLACE)
+    if "kept" in wanted:
+        kept.note_attributes(y)
+        found = f"{kept.bytes} bytes are kept for the backward; {wanted['kept']} will do"
+        expect(kept.bytes <= wanted["kept"], found, "keep the shard x, not the gathered one")
+    expect_traffic(f"{case}forward", forward, wanted.get("forward"), hint)
+    with Traffic() as backward:
+        attempt(f"{case}the backward", hint, y.backward, dy)
+    same = torch.equal(x, given["x"]) and torch.equal(dy, given["dy"])
+    expect(same, f"{case}x, or the gradient given to the backward, is overwritten", IN_PLACE)
+    error = max(error, expect_close(f"{case}dx", x.grad, wanted["dx"], 1e-5, hints.get("dx"), hint))
+    expect_traffic(f"{case}backward", backward, wanted.get("backward"), hint)
+    return error

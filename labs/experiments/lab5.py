@@ -6,11 +6,12 @@ import sys
 from pathlib import Path
 
 import torch.distributed as dist
-from checks.models import FAMILIES, against_one_device, random_ids, short, step, tiny_model
+from checks.models import FAMILIES, against_one_device, random_ids, step, tiny_model
 from checks.styles import TOLERANCE, finished
 from checks.tools import Kept
 from cli import UsageError
 from experiments.referee import NEMO, REFEREED, as_plan, choose_plan, nemo_plan, referee
+from experiments.steps import short
 from harness import Wrong, on_ranks, table
 from pictures import BLUE, GREEN, GREY, ORANGE, RED, SKY, picture
 from torch.distributed.device_mesh import init_device_mesh

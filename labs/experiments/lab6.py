@@ -70,7 +70,7 @@ def ways_on_rank(group, lab, seed, rank, right):
         pairs = [(part, cut(right[name])) for name, (part, cut) in parts.items()]
         errors = [torch.norm(a - b) / torch.norm(b).clamp(min=1e-9) for a, b in pairs]
         moved = [{op: sent for op, (_, sent) in t.ops.items()} for t in (forward, backward, step)]
-        where = JOINED, parallel, TOKENS, HIDDEN, rank, world  # what the frozen layers send
+        where = JOINED, parallel, 4 * TOKENS, HIDDEN, rank, world  # what the frozen layers send
         kinds = [checks.expected_messages(column, *where) for column in (True, False)]
         base = [column + row for column, row in zip(*kinds)]
         row = {"ranks": world, "rank": group.rank(), "way": way, "sequence_parallel": parallel}

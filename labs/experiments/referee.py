@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 import transformers
-from checks.models import FAMILIES, full, random_ids, short, step, tiny_model, upcasts_in_float64
+from checks.models import FAMILIES, full, random_ids, step, tiny_model
 from checks.styles import LAYER
 from cli import UsageError
+from experiments.steps import short, upcasts_in_float64
 from harness import Wrong, on_ranks, relative_error, table
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
