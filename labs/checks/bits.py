@@ -9,7 +9,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from checks.compare import attempt
+from checks.compare import tried
 from harness import LABS, Wrong, expect, load, relative_error
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -225,7 +225,7 @@ def mlp_case(lab, layout, seed, dtype):
         expect(isinstance(out, torch.Tensor), f"in_blocks() returns {type(out).__name__}")
         hint = "Enter in front, Leave behind, and nothing detached between them"
         leaves = [given, *w.values()]
-        grads = attempt("the MLP's backward", hint, torch.autograd.grad, out, leaves, dy)
+        grads = tried("the MLP's backward", hint, torch.autograd.grad, out, leaves, dy)
     found = {"out": out.detach(), "x's gradient": grads[0]}
     found |= {f"the gradient of {key}": grad for key, grad in zip(w, grads[1:])}
     wide = x.float()

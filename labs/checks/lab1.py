@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from checks.compare import attempt, expect_same, mistaken
+from checks.compare import expect_same, mistaken, tried
 from checks.link import Link
 from checks.tools import noted_waits, subgroup
 from harness import LABS, Traffic, expect, expect_close, load
@@ -168,7 +168,7 @@ def check_all_to_all(lab, group, seed):
         dist.all_to_all_single(right, x, receives, sends, group=group)
         hint = "part `to` goes to rank `to`; what this rank keeps goes to its place, no message"
         call = lab.all_to_all, x, sends, receives, group
-        mine, traffic = attempt("all_to_all", hint, counted, *call)
+        mine, traffic = tried("all_to_all", hint, counted, *call)
         parts = right.split(receives)
         arrived = [parts[(rank - step) % P] for step in range(P)]
         mirrored = [parts[(2 * rank - c) % P] for c in range(P)]

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from checks.compare import attempt, close, drawn, expect_same, mistaken
+from checks.compare import close, drawn, expect_same, mistaken, tried
 from checks.memory import Alive, check_predict, finished, gradients
 from harness import Traffic, expect
 from torch import nn
@@ -143,7 +143,7 @@ def follow_tiles(lab, block, shape, size, tiled, recomputed, seed):
     hint = "grad mode is off in a Function: torch.enable_grad() around the block, of a tile that"
     hint += " requires grad; x is what KeepInput saved"
     loss = sum((y * dy).sum() for y, dy in zip(mine, dys))
-    found = attempt(f"{what}: the backward", hint, gradients, loss, tensors)
+    found = tried(f"{what}: the backward", hint, gradients, loss, tensors)
     adds = "each tile's backward() adds to the weights' gradients: y.backward(dy)"
     other = "each forward has an x of its own: its tiles, its dy, its place in dx"
     for name, x, right in zip(("dx", "the second dx", *names), found, wanted):
@@ -303,7 +303,7 @@ def follow_heads(lab, own, right, dout, d, chunks, group):
     """((bytes at the peak of the forward, of the backward), the gradients) of a rank's tokens."""
     hint = "chunk the rows of q_weight, k_weight, v_weight; the group is an argument"
     with Alive() as alive, Traffic() as traffic:
-        y = attempt("attend_by_chunks()", hint, lab.attend_by_chunks, *own, d, chunks, group)
+        y = tried("attend_by_chunks()", hint, lab.attend_by_chunks, *own, d, chunks, group)
     forward, most, end = alive.peak, 2.5 * 8 * right.numel(), time.time() + 2
     what = f"{chunks} chunks of heads"
     hint = "side by side, (b, s/P, heads d): torch.cat in the last dimension"

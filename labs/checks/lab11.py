@@ -9,8 +9,8 @@ from functools import partial
 from numbers import Real
 
 import numpy as np
-from checks.compare import mistaken
-from checks.usual import alike, section, tried, usual_hint
+from checks.compare import mistaken, tried
+from checks.usual import alike, section, usual_hint
 from experiments.runs import consistent, measured, read_runs
 from harness import LABS, Wrong, expect, load
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from checks.compare import attempt, close, expect_same
+from checks.compare import close, expect_same, tried
 from checks.experts import (
     EXACT,
     Float64,
@@ -112,7 +112,7 @@ def check_all_to_all(lab, world, seed):
                 "an all-to-all of sizes: rank r gets those of its experts, from every rank of group"
             )
             what, call = f"{P} ranks, {count} experts", (sizes := table[rank].clone(), group)
-            arriving = attempt(f"{what}: exchange_sizes()", hint, lab.exchange_sizes, *call)
+            arriving = tried(f"{what}: exchange_sizes()", hint, lab.exchange_sizes, *call)
         expect_list(f"{what}: sizes", arriving, table[:, start:end].tolist(), hint)
         expect_all_to_all(f"{what}: sizes", traffic, 8 * count)
         expect_same(f"{what}: sizes", [sizes], [table[rank]])
@@ -125,7 +125,7 @@ def check_all_to_all(lab, world, seed):
         x, sends, receives = xs[rank].requires_grad_(), rows[rank].tolist(), rows[:, rank].tolist()
         with Traffic() as traffic:
             call = lab.AllToAll.apply, x, sends, receives, group
-            mine = attempt(
+            mine = tried(
                 f"{what}: AllToAll", "output sizes: receives; input: sends; group=group", *call
             )
         right = torch.cat([parts[rank] for parts in cut])
@@ -133,7 +133,7 @@ def check_all_to_all(lab, world, seed):
         close(f"{what}: rows", mine.detach(), right.detach(), None, hint)
         expect_all_to_all(f"{what}: rows", traffic, x.nbytes)
         hint = "a gradient goes back where its row came from: the sizes are swapped"
-        [dx] = attempt(f"{what}: the backward", hint, gradients, mine, dys[rank], x)
+        [dx] = tried(f"{what}: the backward", hint, gradients, mine, dys[rank], x)
         close(f"{what}: the gradient", dx, torch.cat([parts[rank] for parts in back]), None, hint)
     return "2, 3 and 4 ranks, uneven, none, a rank without experts: sizes, rows, gradients exact"
 
@@ -172,7 +172,7 @@ def follow_experts(lab, what, own, lie, sizes, seed):
     before = [t.detach().clone() for t in inputs]
     hint = "each expert has its own number of rows, sizes[e], and its own two matrices"
     call = rows, sizes, *weights
-    mine = attempt(f"{what}: run_experts()", hint, lab.run_experts, *call)
+    mine = tried(f"{what}: run_experts()", hint, lab.run_experts, *call)
     expect_same(f"{what}: rows or weights", inputs, before)
     index = torch.tensor(sorted(lie), dtype=torch.long)[:, None]
     ones = torch.ones_like(index, dtype=rows.dtype)
@@ -222,15 +222,15 @@ def check_block(lab, world, seed):
         what = f"{family}, {count} experts on {P} ranks with {tokens} tokens"
         hint = "sizes are this call's; on the way back sends and receives change places"
         with Float64():
-            attempt(what, hint, ours, own.detach()[:, : tokens[rank] // 2])  # then other sizes
+            tried(what, hint, ours, own.detach()[:, : tokens[rank] // 2])  # then other sizes
         with Float64(), Traffic() as traffic:
-            out = attempt(what, hint, ours, own)
+            out = tried(what, hint, ours, own)
         hint = "rows come rank by rank: by_expert() before the experts, its argsort() behind them"
         hints = {"each row times the router's weights": plain[None].detach()}
         close(f"{what}: the output", out.detach(), right[:, mine].detach(), hints, hint)
         parameters = {"x": own, **dict(ours.named_parameters())}
         with traffic:
-            grads = attempt(what, hint, gradients, out, dy[:, mine], [*parameters.values()])
+            grads = tried(what, hint, gradients, out, dy[:, mine], [*parameters.values()])
         choices = [part.flatten().bincount(minlength=count) for part in experts.split(tokens)]
         most, _ = finished.message_bytes(torch.stack(choices), rank, 16, 8)
         expect_traffic(what, traffic, {"all_to_all": most})
@@ -320,7 +320,7 @@ def check_capacity(lab, group, seed):
         weights, experts = some_choices(seed, n, k, count)
         before, hint = [weights.clone(), experts.clone()], "fewer tokens than that: all stay"
         what = f"{n} tokens, {k} of {count} experts, capacity {capacity}: experts"
-        found = attempt(what, hint, lab.drop, weights, experts, count, capacity)
+        found = tried(what, hint, lab.drop, weights, experts, count, capacity)
         kept = kept_choices(weights, experts, count, capacity)
         first = kept_choices(weights, experts, count, capacity, lambda weight, token: token)
         right, early = (

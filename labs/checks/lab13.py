@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from checks.compare import mistaken
+from checks.compare import mistaken, tried
 from checks.disk import Disk, Killed, counting
 from checks.memory import Alive
 from checks.shards import (
@@ -36,7 +36,6 @@ from checks.shards import (
     save_with,
 )
 from checks.state import check_export, check_optimizer
-from checks.usual import tried
 from harness import Wrong, expect
 
 

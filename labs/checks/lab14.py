@@ -9,7 +9,7 @@ import random
 
 import torch
 import torch.distributed as dist
-from checks.compare import attempt, close, drawn
+from checks.compare import close, drawn, tried
 from checks.documents import (
     END,
     IGNORE,
@@ -213,7 +213,7 @@ def check_ring_forward(lab, world, seed):
         hint = "keys and the numbers of their tokens belong together: kv and travels() of one step"
         call = lab.ring_forward, q, k, v, held, first, group
         with Unchanged(q=q, k=k, v=v, held=held, first=first), Traffic() as traffic:
-            found = attempt(told, hint, *call)
+            found = tried(told, hint, *call)
         triple = isinstance(found, tuple) and len(found) == 3
         expect(triple, f"{told}: ring_forward() does not return three", "(out, lse, kept)")
         out, lse, kept = found
@@ -248,7 +248,7 @@ def check_ring_backward(lab, world, seed):
         call = lab.ring_backward, q, kept, out, lse, dout, held, first, group
         given = {"q": q, "kept": kept, "out": out, "lse": lse, "dout": dout, "held": held}
         with Unchanged(**given, first=first), Traffic() as traffic:
-            found = attempt(told, hint, *call)
+            found = tried(told, hint, *call)
         triple = isinstance(found, tuple | list) and len(found) == 3
         expect(triple, f"{told}: ring_backward() does not return three", "(dq, dk, dv)")
         right = case.dq[:, :, own], case.dk[:, own], case.dv[:, own]
@@ -271,14 +271,14 @@ def check_ulysses(lab, world, seed):
         hint = "of every rank's tokens own heads come; a head of a token is a row of c numbers"
         mine = x[:, own]
         with Unchanged(x=mine, held=held), Traffic() as traffic:
-            found = attempt(f"{told}: to_heads()", hint, lab.to_heads, mine, held, group)
+            found = tried(f"{told}: to_heads()", hint, lab.to_heads, mine, held, group)
         hints = {"they come rank by rank: put the tokens in order": x[heads][:, order]}
         close(f"{told}: to_heads()", found, x[heads], hints, hint)
         expect_one(f"{told}: to_heads()", traffic, mine.nbytes)
         hint = "each rank gets its own tokens of these heads, heads in the order of the ranks"
         mine = x[heads]
         with Unchanged(x=mine, held=held), Traffic() as traffic:
-            found = attempt(f"{told}: to_tokens()", hint, lab.to_tokens, mine, kv, held, group)
+            found = tried(f"{told}: to_tokens()", hint, lab.to_tokens, mine, kv, held, group)
         close(f"{told}: to_tokens()", found, x[:, own], None, hint)
         expect_one(f"{told}: to_tokens()", traffic, mine.nbytes)
         leaves = case.q[:, :, own], case.k[:, own], case.v[:, own]

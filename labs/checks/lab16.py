@@ -35,7 +35,7 @@ from checks.bits import (
     same_calls,
     tree,
 )
-from checks.compare import attempt
+from checks.compare import tried
 from checks.documents import Unchanged
 from checks.tools import shared_folder
 from harness import Traffic, expect
@@ -193,14 +193,14 @@ def check_edges(lab, group, seed):
                 "tree_sum() of own parts, then all_reduce()",
             )
             hint = "y is the sum of all parts: the gradient of each is dy, on every rank"
-            grads = attempt(f"Leave's backward {told}", hint, torch.autograd.grad, out, leaves, dy)
+            grads = tried(f"Leave's backward {told}", hint, torch.autograd.grad, out, leaves, dy)
             for grad in grads:
                 bits(f"Leave's gradient {told}", grad, dy, {"nothing is summed": P * dy}, hint)
             x = drawn(seed, 4, 6, dtype=dtype).requires_grad_()
             outs = lab.Enter.apply(x, count, members)
             hint = "x goes to all blocks: tree_sum() of own gradients, then all_reduce()"
             what = f"Enter's backward {told}"
-            [grad] = attempt(what, hint, torch.autograd.grad, outs, x, parts[own])
+            [grad] = tried(what, hint, torch.autograd.grad, outs, x, parts[own])
             bits(f"Enter's gradient {told}", grad, tree(parts), hints, hint)
     return "f and g on 1, 2 and 4 ranks: the tree over all 8 blocks, either way"
 
@@ -306,7 +306,7 @@ def check_resume(lab, group, seed):
             dist.barrier(group)
             for told, layout in given:
                 told, right = f"{told} from dp {old[0]} x tp {old[1]}", own_part(whole, layout)
-                state = attempt(told, "see new_state()", lab.resume, folder, layout)
+                state = tried(told, "see new_state()", lab.resume, folder, layout)
                 expect({*state} == {*right}, f"{told}: {[*state]}, not {[*right]}", "all four")
                 expect(state["step"] == 7, f"{told}: step {state['step']}, not 7", "as saved")
                 for kind in "weights", "mean", "square":

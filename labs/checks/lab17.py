@@ -8,7 +8,7 @@ import itertools
 import random
 
 import torch
-from checks.compare import attempt, close, drawn, expect_same
+from checks.compare import close, drawn, expect_same, tried
 from checks.muon import (
     COLLECTIVES,
     EXACT,
@@ -34,7 +34,6 @@ from checks.muon import (
     tiny,
     torchs,
 )
-from checks.usual import tried
 from harness import Traffic, expect
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -49,7 +48,7 @@ def check_newton_schulz(lab, group, seed):
         matrix = drawn(seed + i, n, m).mT if i % 2 else drawn(seed + i, m, n)
         what, before = f"newton_schulz() of ({m}, {n})", matrix.clone()
         with FlopCounterMode(display=False) as counter:
-            found = attempt(what, "A is square, of X's rows", lab.newton_schulz, matrix, DOUBLE)
+            found = tried(what, "A is square, of X's rows", lab.newton_schulz, matrix, DOUBLE)
         expect_same("the matrix", [matrix], [before])
         factor = max(1, m / n) ** 0.5
         hints = {"ITERATIONS of them": iterated(matrix, 4, (a, b, c))}
@@ -89,7 +88,7 @@ def check_blocks(lab, group, seed):
     for i, (m, n, blocks) in enumerate(((5, 7, 1), (7, 3, 1), (12, 5, 3), (12, 2, 4), (6, 6, 6))):
         update, what = drawn(seed + i, m, n), f"orthogonalize() of ({m}, {n}) in {blocks} blocks"
         before = update.clone()
-        found = attempt(
+        found = tried(
             what, "blocks of rows: update.chunk()", lab.orthogonalize, update, blocks, DOUBLE
         )
         expect_same("the update", [update], [before])
@@ -161,7 +160,7 @@ def check_owners(lab, group, seed):
         for world in 1, 2, 3, 5:
             given, right = list(costs), dealt(costs, world)
             what = f"owners({costs}, {world})"
-            found = attempt(what, "a list of ranks", lab.owners, given, world)
+            found = tried(what, "a list of ranks", lab.owners, given, world)
             expect(
                 given == costs, "the caller's costs are changed", "no sort() of theirs, no pop()"
             )

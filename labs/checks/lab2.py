@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from checks.compare import attempt
+from checks.compare import tried
 from checks.tools import IN_PLACE, draw_from, expect_traffic, run_and_compare, subgroup
 from harness import LABS, Traffic, expect, expect_close, load
 from torch import nn
@@ -291,7 +291,7 @@ def check_cross_entropy_forward(lab, group, seed):
         hint = "column is the target's in this rank's logits: target - start, or 0 where elsewhere"
         loss = partial(lab.vocab_parallel_cross_entropy, shard, wanted, group, smoothing, ignore)
         with Traffic() as traffic:
-            mine = attempt("the loss", hint, loss)
+            mine = tried("the loss", hint, loss)
         hint = "take the peak off before exp(); 0 times minus infinity is no number"
         expect(mine.isfinite().all(), "the loss is not finite", hint)
         hints = usual_losses(x - x.amax(-1, keepdim=True), wanted, smoothing, ignore, group)

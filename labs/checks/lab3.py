@@ -5,7 +5,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from checks import watching
-from checks.compare import attempt
+from checks.compare import tried
 from checks.tools import run_and_compare, subgroup
 from checks.watching import numbers
 from harness import LABS, Wrong, expect, expect_close, load
@@ -70,7 +70,7 @@ def check_parallelize_order(lab, group, seed):
     mesh = DeviceMesh.from_group(subgroup(group, 10), "cpu")
     given = {name: tensor.clone() for name, tensor in weights.items()}
     hint = "first memory on the device, then the weights, then the cut; return the model"
-    model = attempt("it", hint, lab.right_parallelize_order, model, mesh, plan, given)
+    model = tried("it", hint, lab.right_parallelize_order, model, mesh, plan, given)
     expect(isinstance(model, nn.Module), f"{model} is returned", hint)
     expect(given.keys() == weights.keys(), "weights has lost some", "it is the caller's: copy it")
     for name, parameter in model.named_parameters():
@@ -219,7 +219,7 @@ def check_autograd_kwargs(lab, group, seed):
 
     right = gradients(lambda block, x, **kwargs: block(x, **kwargs))
     hint = "give apply() each tensor as an argument of its own: autograd looks into no dict"
-    mine = attempt("a step", hint, gradients, recomputed)
+    mine = tried("a step", hint, gradients, recomputed)
     for name, grad in mine.items():
         expect(grad is not None, f"no gradient for {name}", hint)
         named = "the names stand in the order of the tensors"

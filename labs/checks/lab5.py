@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import torch
 from checks import styles
-from checks.compare import attempt, raised
+from checks.compare import raised, tried
 from checks.models import SHAPE, against_one_device, random_ids, tiny_model, uneven_length
 from checks.styles import LAYER, TOLERANCE, expect_calls, expect_one_device, finished
 from harness import Wrong, expect
@@ -238,7 +238,7 @@ def check_llama_plan(lab, group, seed):
         ids = random_ids(seed, uneven_length(DeviceMesh.from_group(group, "cpu")))
         hint = unlike(plan, right)
         sent = f"{hint}; {once}" if hint else once
-        step = attempt(case, hint, against_one_device, lab, model, plan, group, ids)
+        step = tried(case, hint, against_one_device, lab, model, plan, group, ids)
         errors, forward, backward, norms = step
         worst = max(worst, expect_one_device(case, errors, hint))
         x = residual[-1]

@@ -7,7 +7,7 @@ from functools import partial, partialmethod
 
 import torch
 import torch.nn.functional as F
-from checks.compare import attempt, raised
+from checks.compare import raised, tried
 from checks.tools import draw_from, expect_traffic, run_and_compare, subgroup
 from harness import LABS, Traffic, expect, expect_close, load
 from torch import nn
@@ -192,7 +192,7 @@ def check_sum_partial_gradients(lab, group, seed):
                 most += p.nbytes * summed
         hint = "joined they are flat: split() by numel() gives each back, in its shape"
         with Traffic() as traffic:
-            attempt(case, hint, lab.sum_partial_gradients, layers, group)
+            tried(case, hint, lab.sum_partial_gradients, layers, group)
         for name, p, right, hints in wanted:
             hint = "the sum in place of what was there; " + hint
             expect_close(f"{case}: the gradient of {name}", p.grad, right, hints=hints, hint=hint)
@@ -210,7 +210,7 @@ def check_save_adapter(lab, group, seed):
         layers, full = three_layers(lab, group, randn, way, parallel)
         for layer, one in zip(layers, full):
             hint = "detached, as one device has it: where it is cut along dim, gather along dim"
-            adapter = attempt(way, hint, lab.full_adapter, layer)
+            adapter = tried(way, hint, lab.full_adapter, layer)
             for name, shape in layer.shapes.items():
                 mine, right = adapter[name], getattr(one, name).weight.detach()
                 what = f"{way}: {name}, {tuple(shape)}, as saved"
@@ -223,7 +223,7 @@ def check_save_adapter(lab, group, seed):
             saved = {name: tensor.clone() for name, tensor in adapter.items()}
             y = one(x).detach()
             hint = "W + scale B A, without autograd"
-            merged = attempt("merging", hint, lab.merge_adapter, one, adapter, one.scale)
+            merged = tried("merging", hint, lab.merge_adapter, one, adapter, one.scale)
             same = torch.equal(one.weight, before)
             expect(same, "merging overwrites the base", "merge into the copy")
             base = F.linear(x, one.weight, one.bias)
@@ -290,7 +290,7 @@ def check_translate_to_lora(lab, group, seed):
         worst = max(worst, compare_dtensor(case, model, mesh, styles, parallel, randn))
     style, model = Watched(), adapted_mlps(lab, randn, 1)
     hint = "no adapters: any style will do, as it is"
-    styles = attempt("a plain layer", hint, lab.translate_to_lora, {"1.up": style}, model)
+    styles = tried("a plain layer", hint, lab.translate_to_lora, {"1.up": style}, model)
     expect(styles == {"1.up": style}, "a plain layer's style is another one", hint)
     message = raised(lab.translate_to_lora, {"*.up": style}, model, kind=TypeError)
     hint = "look up its type, and raise TypeError"

@@ -9,7 +9,7 @@ import math
 
 import torch
 from checks import ring
-from checks.compare import expect_same, mistaken
+from checks.compare import expect_same, mistaken, tried
 from checks.ring import (
     CONTIGUOUS,
     EXACT,
@@ -21,7 +21,7 @@ from checks.ring import (
     split,
     tiles,
 )
-from checks.usual import close_or_usual, tried, usual_hint
+from checks.usual import close_or_usual, usual_hint
 from harness import Wrong, expect, expect_close
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from blame import default_group_refused
 from checks import compare
-from checks.compare import expect_same, mistaken
+from checks.compare import expect_same, mistaken, tried
 from checks.mesh import (
     AXES,
     IGNORE,
@@ -32,7 +32,7 @@ from checks.mesh import (
     tiny_model,
     usual_norms,
 )
-from checks.usual import section, tried, usual_results
+from checks.usual import section, usual_results
 from harness import Traffic, Wrong, expect, expect_close
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from checks.compare import expect_same
+from checks.compare import expect_same, tried
 from checks.memory import Alive
 from checks.ring import draw_from
 from checks.tools import noted_waits
-from checks.usual import bytes_alive, tried, usual_hint
+from checks.usual import bytes_alive, usual_hint
 from checks.zero import (
     EXACT,
     SIZES,

@@ -8,9 +8,10 @@ import random
 from pathlib import Path
 
 import torch
+from checks.compare import tried
 from checks.disk import on_turns
 from checks.ring import split
-from checks.usual import tried, usual_hint
+from checks.usual import usual_hint
 from harness import LABS, Wrong, expect, load
 
 finished = load(LABS / "lab13_checkpoints.py")

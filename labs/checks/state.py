@@ -6,10 +6,10 @@ import tempfile
 from pathlib import Path
 
 import torch
+from checks.compare import tried
 from checks.disk import Disk
 from checks.memory import Alive
 from checks.shards import finished, layouts_of, numbers_of, part_of, same, save_with
-from checks.usual import tried
 from harness import expect
 from safetensors import safe_open
 from torch import nn

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from checks.compare import attempt, expect_same, raised
+from checks.compare import expect_same, raised, tried
 from checks.models import Collectives, full, random_ids, tiny_model, uneven_length
 from harness import LABS, expect, expect_close, load, relative_error
 from torch import nn
@@ -75,7 +75,7 @@ def check_all_gather_style(lab, group, seed):
         seen = noted_outputs(model.norm)
         hint = "redistribute it to [Replicate()], a DTensor: q, k and v's gradients meet in it"
         with Collectives() as forward:
-            out = attempt(case, hint, model, mine)
+            out = tried(case, hint, model, mine)
         y = seen[0]
         found = f"{case}: the result is {getattr(y, 'placements', 'a plain tensor')}"
         expect(isinstance(y, DTensor) and y.placements == (Replicate(),), found, hint)
@@ -124,7 +124,7 @@ def check_rotary_style(lab, group, seed):
         case = "positions given" if own else "positions counted by transformers"
         options |= {} if own else {"position_ids": None}
         hint = "gather the positions of all tokens, in two dimensions: (1, s)"
-        out = attempt(case, hint, partial(model, input_ids=ids, **options))
+        out = tried(case, hint, partial(model, input_ids=ids, **options))
         hints = {"every rank counts from 0: add rank * n": torch.cat([cos[:, :6]] * 2, 1)}
         hints |= {"keep positions that are given": seen[0][0]} if own else {}
         hint = "rank r has the positions from r * n, n = x.shape[1], in the whole sequence"
@@ -154,7 +154,7 @@ def check_qk_norm_style(lab, group, seed):
         with Collectives() as traffic:
             for dy in dys:
                 hint = "the weight is a DTensor: x must enter as one"
-                out = attempt(case, hint, norm, mine)
+                out = tried(case, hint, norm, mine)
                 hint = "rotary and attention work on plain tensors"
                 expect(not isinstance(out, DTensor), f"{case}: a DTensor comes out", hint)
                 own = y.chunk(P, heads_dim)[rank]

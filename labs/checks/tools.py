@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from checks.compare import attempt
+from checks.compare import tried
 from harness import Traffic, expect, expect_close
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
@@ -144,7 +144,7 @@ def run_and_compare(layer, given, wanted, hints, case="", parameters=()):
     x, dy = given["x"].clone().requires_grad_(), given["dy"].clone()
     hint = hints.get("otherwise", "")
     with Traffic() as forward, Kept(*parameters) as kept:
-        y = attempt(f"{case}the forward", hint, layer, x)
+        y = tried(f"{case}the forward", hint, layer, x)
     error = expect_close(f"{case}y", y, wanted["y"], hints=hints.get("y"), hint=hint)
     expect(torch.equal(x, given["x"]), f"{case}x is overwritten", IN_PLACE)
     if "kept" in wanted:
@@ -153,7 +153,7 @@ def run_and_compare(layer, given, wanted, hints, case="", parameters=()):
         expect(kept.bytes <= wanted["kept"], found, "keep the shard x, not the gathered one")
     expect_traffic(f"{case}forward", forward, wanted.get("forward"), hint)
     with Traffic() as backward:
-        attempt(f"{case}the backward", hint, y.backward, dy)
+        tried(f"{case}the backward", hint, y.backward, dy)
     same = torch.equal(x, given["x"]) and torch.equal(dy, given["dy"])
     expect(same, f"{case}x, or the gradient given to the backward, is overwritten", IN_PLACE)
     error = max(error, expect_close(f"{case}dx", x.grad, wanted["dx"], 1e-5, hints.get("dx"), hint))

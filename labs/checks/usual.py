@@ -1,4 +1,4 @@
-"""What labs 7 to 17 share: hints by usual mistakes, a call that may fail, memory that is alive.
+"""What labs 7 to 17 share: hints by usual mistakes, memory that is alive.
 
 A usual mistake is a part of a finished function's text, and what stands there instead: what that
 gives is compared with what the learner's gives. Who changes a finished exercise changes its
@@ -9,20 +9,8 @@ import time
 from contextlib import suppress
 
 import torch
-from blame import hint_at
 from checks.compare import mistaken
 from harness import Wrong, expect_close, relative_error
-
-
-def tried(what, hint, function, *args, **kwargs):
-    """What a function returns; Wrong where it raises, with a hint, or that of a known error."""
-    try:
-        return function(*args, **kwargs)
-    except (Wrong, NotImplementedError):
-        raise
-    except Exception as problem:
-        first = f"{type(problem).__name__}: {problem}".partition("\n")[0]
-        raise Wrong(f"{what} fails, {first}", hint_at(first) or hint) from problem
 
 
 def alike(mine, other, tolerance=1e-9):

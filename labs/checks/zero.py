@@ -5,9 +5,8 @@ from functools import partial
 from types import SimpleNamespace
 
 import torch
-from checks.compare import close, drawn
+from checks.compare import close, drawn, tried
 from checks.tools import noted_waits, subgroup
-from checks.usual import tried
 from harness import LABS, Traffic, expect, expect_close, load
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
