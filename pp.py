@@ -9,7 +9,8 @@ Each of P ranks holds some of the layers, a stage, and sends hidden states on. P
 
 With one batch, one stage would wait while the other computes. So the batch is cut into M
 microbatches, and a schedule is the order in which a rank works on them. Here P = 2 and M = 4. F0 is
-the forward of microbatch 0; B0 -- is its backward, which takes twice as long; a dot is waiting.
+the forward of microbatch 0; B0 -- is its backward, which takes twice as long (three times, where
+--recompute full runs the forward again); a dot is waiting.
 
 afab: all forward, all backward. Every rank keeps the activations of all M microbatches.
     rank 0   F0 F1 F2 F3 .  .  .  B0 -- B1 -- B2 -- B3 --
@@ -23,7 +24,7 @@ each half as long, so a column is half as much time. 1/V of the waiting, but mor
     rank 1   .  F0 F1 f0 b0 -- f1 b1 -- F2 B0 -- F3 B1 -- f2 b2 -- f3 b3 -- B2 -- B3 -- .  .
 zb: the backward is cut in two. B computes the gradient of the stage's input, for which the rank
 before it waits; W computes those of its layers' matrices, for which no rank waits. F, B and W take
-equally long.
+equally long (with --recompute none).
     rank 0   F0 F1 .  B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
     rank 1   .  F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
 
@@ -31,7 +32,7 @@ Cost: one (b, s, h) is sent forward and one back at each of the V P - 1 boundari
 far less than tp.py's 4 all-reduces a layer. Weights, gradients and optimizer state shrink by P; but
 embeddings tied to the head are on the first and the last rank, and their gradients are summed once
 a step. Time is lost to the bubble, in which a rank waits. For M >= P this is (P-1)/(M+P-1) of the
-time with afab and 1f1b, (P-1)/(V M+P-1) interleaved, and (P-1)/(3 M+P-1) with zb.
+time with afab and 1f1b, (P-1)/(V M+P-1) interleaved, and (P-1)/(3 M+P-1) with zb as drawn here.
 
     torchrun --nproc_per_node=2 pp.py --mode correctness --schedule 1f1b --microbatches 4
     torchrun --nproc_per_node=2 pp.py --mode all --schedule zb
@@ -80,9 +81,9 @@ from torch.utils.checkpoint import checkpoint
 
 STRATEGY = "pp"
 IGNORE = -100  # the label of a token that is no target: PyTorch's and Hugging Face's convention
-LOSS_CHUNK = 2048  # tokens whose logits, of the whole vocabulary, fill a rank's --loss chunk
+LOSS_CHUNK = 2048  # --loss chunked: a rank has at most this times the vocabulary logits at once
 
-# Copied from tp.py
+# Copied from sp_ulysses.py
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2")  # model_type
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 SIZES += ("num_key_value_heads", "vocab_size", "tie_word_embeddings")
@@ -153,13 +154,14 @@ def one_f_one_b(rank, P, M, V=1):
 def interleaved(rank, P, M, V):
     """Interleaved 1F1B (Megatron-LM, arXiv 2104.04473): a rank's stages are rank, rank + P, ...
     A group of P microbatches goes through the rank's first stage, then through its second, and so
-    on; then the next group. Where P does not divide M > P, groups are larger: with P = 2, V = 2 and
-    M = 5 they are microbatches 0, 1, 2 and 3, 4, and the ranks run (small letters: their second
-    stage; gaps: where the warmup and the steady state end)
+    on; then the next group. Fewer than P would be done before the first is back from the last rank:
+    so where P does not divide M > P, groups are larger. P = 2, V = 2, M = 5, in groups 0, 1, 2 and
+    3, 4 (small letters: the second stage; gaps: where the warmup and the steady state end)
         rank 0   F0 F1 F2 f0 f1   f2 b0 F3 b1 F4 b2 f3 B0 f4 B1   B2 b3 b4 B3 B4
         rank 1   F0 F1 F2   f0 b0 f1 b1 f2 b2 F3 B0 F4 B1 f3 B2 f4 b3   b4 B3 B4
     Warmup: the first group's forwards in all of the rank's stages but the last (here 3), and 2 more
-    for each later rank: one for the microbatch's way there, one for its gradient's way back.
+    for each later rank: one while a microbatch goes there, one while its gradient comes back, where
+    1F1B waits.
     """
     group_count = max(1, M // P)
     groups = [range(*split(M, i, group_count)) for i in range(group_count)]
@@ -175,9 +177,9 @@ def interleaved(rank, P, M, V):
 
 
 def zero_bubble(rank, P, M, V=1):
-    """ZB-H1 (arXiv 2401.10241): 1F1B in which rank r runs W of microbatch m after B of m + r. So it
-    keeps P - r microbatches from F to B and r more from B to W, P in all, as rank 0 does in 1F1B;
-    and its last r W come after its last B, while ranks before it still have B to do."""
+    """ZB-H1 (arXiv 2401.10241): 1F1B in which rank r runs W of microbatch m after B of m + r.
+    P - r microbatches are between F and B, and r more, as each linear's x and dy, between B and W:
+    P in all. After its last B come r + 1 W, while ranks before it still have B to do."""
     for action in one_f_one_b(rank, P, M):
         yield action
         if action.kind == "B" and action.microbatch >= rank:
@@ -190,8 +192,8 @@ SCHEDULES = {"afab": afab, "1f1b": one_f_one_b, "interleaved": interleaved, "zb"
 
 
 def source(action, stages):
-    """The action, of the stage before or after it, whose result an action starts from. None: F of
-    the first stage starts from ids, B of the last from the loss, W from what its B has kept."""
+    """The action of a neighboring stage whose result an action receives. None: F of the first stage
+    starts from ids, B of the last from the loss, W from what its B has kept."""
     if action.kind == "F" and action.stage > 0:
         return action._replace(stage=action.stage - 1)
     if action.kind == "B" and action.stage < stages - 1:
@@ -230,13 +232,15 @@ def simulate(schedules, stages, cost):
 def faults(schedules, stages, M):
     """What is wrong with a schedule, given as every rank's list of actions: [] if nothing is."""
     P = len(schedules)
+    # Actions are tuples, which sort in the order of product()
     kinds = {"F", "B"} | {action.kind for actions in schedules for action in actions}
     for rank, actions in enumerate(schedules):
         if sorted(actions) != list(product(sorted(kinds), range(rank, stages, P), range(M))):
             return [f"rank {rank} does not do each of its actions once"]
     ran = {action for _, action, _, _ in simulate(schedules, stages, lambda action: 1)}
     left = [[action for action in actions if action not in ran] for actions in schedules]
-    stuck = [f"rank {rank} with {actions[0]}" for rank, actions in enumerate(left) if actions]
+    first = [(rank, actions[0]) for rank, actions in enumerate(left) if actions]
+    stuck = [f"rank {rank} with {action} of stage {action.stage}" for rank, action in first]
     if stuck:
         return [f"deadlock: these wait for each other: {', '.join(stuck)}"]
     # NCCL's messages have no tags: they have to be received in the order in which they are sent
@@ -253,7 +257,7 @@ def all_schedules(args, P):
     """Every rank's list of actions, in the order in which it runs them; UsageError if it cannot."""
     schedule, M, V = SCHEDULES[args.schedule], args.microbatches, args.virtual_stages
     schedules = [list(schedule(rank, P, M, V)) for rank in range(P)]
-    for fault in faults(schedules, P * V, M):  # better said now than met as a hang
+    for fault in faults(schedules, P * V, M):  # at most one; better said now than met as a hang
         raise UsageError(f"--schedule {args.schedule}: {fault}")
     return schedules
 
@@ -266,7 +270,7 @@ def bubble(rows, ranks):
 
 def bubble_formula(P, M, V, forward, backward, weights=0.0):
     """bubble() in closed form, from the times of a stage's F, B, W. The last rank waits for P - 1 F
-    before its first F and for P - 1 B after its last B, and the others as long in all. None where
+    before its first F and for P - 1 B after its last B; each other rank waits as long. None where
     that need not hold: too few microbatches, or a W that is too long for the gaps."""
     if M < P or weights > min(forward, backward):
         return None
@@ -292,14 +296,14 @@ def open_channels(group, stages, args):
     timeout = datetime.timedelta(seconds=args.timeout)
     for stage in range(min(stages - 1, P)):  # boundaries; from the P-th on they join the same ranks
         before, after = ranks[stage % P], ranks[(stage + 1) % P]
-        for kind, source, destination in ("F", before, after), ("B", after, before):
-            channel = dist.new_group([source, destination], timeout)  # all ranks have to call it
-            if ranks[group.rank()] == source:
-                send_channels[kind] = destination, channel
-                dist.send(torch.zeros(1, device=args.device), destination, channel)
-            elif ranks[group.rank()] == destination:
-                receive_channels[kind] = source, channel
-                dist.recv(torch.zeros(1, device=args.device), source, channel)
+        for kind, sender, receiver in ("F", before, after), ("B", after, before):
+            channel = dist.new_group([sender, receiver], timeout)  # all ranks have to call it
+            if ranks[group.rank()] == sender:
+                send_channels[kind] = receiver, channel
+                dist.send(torch.zeros(1, device=args.device), receiver, channel)
+            elif ranks[group.rank()] == receiver:
+                receive_channels[kind] = sender, channel
+                dist.recv(torch.zeros(1, device=args.device), sender, channel)
     return receive_channels, send_channels
 
 
@@ -308,9 +312,9 @@ def open_channels(group, stages, args):
 
 # Copied from tp.py
 def mark(tensor, shard=None, replicas=1, sum_over=None):
-    """Record on a tensor which shard (dim, start, end) of the full one it is (None: all of it), how
-    many ranks hold the same, and the group over which to sum its gradient (None: no sum).
-    sum_gradients() reads sum_over, the proof of section 5 the others."""
+    """Note on a tensor what others read there. Training: sum_over, the group over which to sum its
+    gradient (None: no sum). The proof: shard, which (dim, start, end) of the full tensor it is
+    (None: all of it), and replicas, how many ranks hold the same."""
     tensor.shard, tensor.replicas, tensor.sum_over = shard, replicas, sum_over
     return tensor
 
@@ -379,47 +383,43 @@ class Stage(nn.Module):
         return self.decoder(**{self.input_name: x}, use_cache=False).last_hidden_state
 
 
-def finish(message):
-    """Wait for a message (work, tensor). Until then its tensor, which is returned, has to exist."""
-    work, tensor = message
-    work.wait()
-    return tensor
-
-
 class Pipeline:
     """The engine: runs this rank's actions in the schedule's order: receive, compute, send.
-    After a run: timeline, rows like simulate()'s, and peak, as of most_in_flight()."""
+    After a run: timeline, rows like simulate()'s, and peak, what most_in_flight() predicts."""
 
     def __init__(self, model, group, args, left_to_w):
         self.rank, self.P, self.M = group.rank(), group.size(), args.microbatches
         self.dtype, self.hidden_size = model.dtype, model.config.hidden_size
         self.stage_count = self.P * args.virtual_stages
-        own = range(self.rank, self.stage_count, self.P)
-        self.stages = {stage: Stage(model, stage, self.stage_count) for stage in own}
+        stages = range(self.rank, self.stage_count, self.P)
+        self.stages = {stage: Stage(model, stage, self.stage_count) for stage in stages}
         self.actions = all_schedules(args, self.P)[self.rank]
         self.receive_channels, self.send_channels = open_channels(group, self.stage_count, args)
         self.held = {}  # from F to B: {(stage, microbatch): (input, output)}
         self.left_to_w = left_to_w  # what the B that runs has left so far
-        self.waiting_for_w = {}  # from B to W: {(stage, microbatch): left_to_w}
+        self.waiting_for_w = {}  # from B to W: {(stage, microbatch): what it left}
         self.synchronize = False  # whether now() waits for the GPU
 
-    def run(self, ids, labels, loss_fn, backward=True):
-        """Run all actions, or only the forwards, on ids and labels (b, s). Returns loss_fn(hidden
-        (b/M, s, h), labels (b/M, s)) of each microbatch on the last stage's rank, [] on others."""
-        ids, labels = ids.tensor_split(self.M), labels.tensor_split(self.M)  # sizes as by split()
+    def run(self, ids, targets, loss_fn, backward=True):
+        """Run all actions, or only the forwards, on ids and targets (b, s). Returns loss_fn(hidden
+        (b/M, s, h), targets (b/M, s)) of each microbatch on the last stage's rank, [] on others."""
+        ids, targets = ids.tensor_split(self.M), targets.tensor_split(self.M)  # sizes as by split()
         actions = [action for action in self.actions if backward or action.kind == "F"]
         losses, self.timeline, self.peak = [], [], 0
         start = self.now()
-        sending = {"F": deque(), "B": deque()}  # messages, the oldest first
+        sending = {"F": deque(), "B": deque()}  # (work, tensor), the oldest first
         coming = self.start_receiving(actions[0], ids)
         for action, next_action in zip(actions, [*actions[1:], None]):
-            received = finish(coming) if coming else None
+            received = None
+            if coming is not None:
+                work, received = coming
+                work.wait()
             coming = self.start_receiving(next_action, ids)  # it can arrive during this action
 
             begin = self.now() - start
             if action.kind == "F":
                 x = ids[action.microbatch] if action.stage == 0 else received.requires_grad_()
-                result = self.forward(action, x, labels[action.microbatch], loss_fn, losses)
+                result = self.forward(action, x, targets[action.microbatch], loss_fn, losses)
             elif action.kind == "B":
                 result = self.backward(action, received)
             else:
@@ -432,18 +432,18 @@ class Pipeline:
                 self.send(action.kind, result, sending[action.kind])
             self.peak = max(self.peak, len(self.held) + len(self.waiting_for_w))
             if not backward:
-                self.held.clear()  # no B will
-        for message in [*sending["F"], *sending["B"]]:
-            finish(message)
+                self.held.clear()  # no B takes it out
+        for work, _ in [*sending["F"], *sending["B"]]:
+            work.wait()
         return losses
 
-    def forward(self, action, x, labels, loss_fn, losses):
+    def forward(self, action, x, targets, loss_fn, losses):
         """F: from ids or hidden states x to hidden states (b/M, s, h); the last stage adds to
         losses instead, and returns None."""
         out = self.stages[action.stage](x)
         is_last = action.stage == self.stage_count - 1
         if is_last:
-            out = loss_fn(out, labels)
+            out = loss_fn(out, targets)
             losses.append(out.detach())
         self.held[action.stage, action.microbatch] = x, out
         return None if is_last else out.detach()
@@ -454,11 +454,11 @@ class Pipeline:
         torch.autograd.backward(out, grad)
         if self.left_to_w:
             self.waiting_for_w[action.stage, action.microbatch] = self.left_to_w.copy()
-            self.left_to_w.clear()
+            self.left_to_w.clear()  # not a new list: the linears add to this one
         return x.grad
 
     def start_receiving(self, action, ids):
-        """Start to receive the message that an action needs; None: it needs none."""
+        """Start to receive what an action needs: (work, tensor). None: it needs no message."""
         if action is None or source(action, self.stage_count) is None:
             return None
         shape = *ids[action.microbatch].shape, self.hidden_size
@@ -466,10 +466,11 @@ class Pipeline:
         return dist.irecv(tensor, *self.receive_channels[action.kind]), tensor
 
     def send(self, kind, tensor, sending):
-        """Start to send a result. At most P of a kind are on their way, and in memory: one more
-        first waits for the oldest. faults() has no such limit; for these schedules P is enough."""
+        """Start to send a result. A tensor has to exist until it is sent. So that they do not pile
+        up, one more than P first waits for the oldest: with these schedules that is no deadlock."""
         if len(sending) == self.P:
-            finish(sending.popleft())
+            work, _ = sending.popleft()
+            work.wait()
         tensor = tensor.contiguous()
         sending.append((dist.isend(tensor, *self.send_channels[kind]), tensor))
 
@@ -527,9 +528,9 @@ def sum_of_losses(model, hidden, targets):
 
 
 def microbatch_loss(model, hidden, targets, count, args):
-    """The part that a microbatch, hidden (b/M, s, h), has of the mean loss over the batch's `count`
-    targets. A mean of the microbatches' means would be another number: it would weight a target by
-    how few others its microbatch has."""
+    """A microbatch's share of the mean loss over the batch's `count` targets, from its hidden
+    (b/M, s, h). A mean of the microbatches' means would be another number: it would weight a target
+    by how few others its microbatch has."""
     size = hidden.shape[1]
     chunk_loss = sum_of_losses
     if args.loss == "chunked":  # logits of one chunk at a time, recomputed in the backward
@@ -540,7 +541,7 @@ def microbatch_loss(model, hidden, targets, count, args):
 
 
 def train_step(model, ids, labels, group, args, backward=True):
-    """Loss of ids (b, s), the same on every rank; after it every .grad is complete."""
+    """Loss of ids (b, s), the same on every rank. The backward completes .grad, which was None."""
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)  # the target of a token is the next one
     count = (targets != IGNORE).sum()
     loss_fn = partial(microbatch_loss, model, count=count, args=args)
@@ -549,8 +550,7 @@ def train_step(model, ids, labels, group, args, backward=True):
         sum_gradients(model)
     dtype = torch.promote_types(model.dtype, torch.float32)
     loss = sum(losses, torch.zeros((), dtype=dtype, device=ids.device))  # 0 but on the last rank
-    if group.size() > 1:
-        dist.all_reduce(loss, group=group)
+    dist.all_reduce(loss, group=group)
     return loss
 
 
@@ -558,11 +558,11 @@ def train_step(model, ids, labels, group, args, backward=True):
 def sum_gradients(model):
     """Sum each gradient of which a rank has only a part, over the group that mark() noted."""
     for parameter in model.parameters():
-        if parameter.sum_over is not None:  # in place: no second gradient
+        if parameter.sum_over is not None:  # in place, without a copy
             dist.all_reduce(parameter.grad, group=parameter.sum_over)
 
 
-# The lesson ends here. What follows proves and measures it; section 4 has the script's own part.
+# The lesson ends here. What follows proves and measures it, first by what is this script's own.
 
 
 # Copied from tp.py
@@ -590,12 +590,10 @@ def local_logits(model, ids, group, args):
 def expected_traffic(model, group, args):
     """What one step must send: rows (phase, op, calls, message bytes), as Meter counts them."""
     P, M, element = group.size(), args.microbatches, model.dtype.itemsize
-    if P == 1:
-        return []
     stage_count = P * args.virtual_stages
     hidden = args.batch * args.length * model.config.hidden_size * element  # (b, s, h)
-    rows = [("forward", "all_reduce", 1, max(4, element))]  # the loss; without a backward, too
-    for phase, end in ("forward", stage_count - 1), ("backward", 0):  # end: sends nothing on
+    rows = [("forward", "all_reduce", 1, max(4, element))]  # the loss
+    for phase, end in ("forward", stage_count - 1), ("backward", 0):  # end: the last to run it
         senders = sum(stage != end for stage in range(group.rank(), stage_count, P))
         rows.append((phase, "send", senders * M, senders * hidden))
     summed = [p for p in model.parameters() if p.sum_over is not None]  # the tied embedding
@@ -617,7 +615,7 @@ def report(rows, in_flight, bubbles):
 
 
 def draw(rows, P, unit, width=88):
-    """The begin of a timeline as lines of text, a line for a rank, a column for a unit of time."""
+    """The start of a timeline as lines of text, a line for a rank, a column for a unit of time."""
     grid = [["."] * round(max(end for *_, end in rows) / unit) for _ in range(P)]
     for rank, action, begin, end in rows:
         first, last = round(begin / unit), round(end / unit)
@@ -652,7 +650,7 @@ def measure_bubble(args, group):
     P, V = group.size(), args.virtual_stages
     model = parallelize(load_model(args), group, args)
     model.pipeline.synchronize = args.device.type == "cuda"
-    ids, labels = proof_batch(args, group, 0)
+    ids, labels = proof_batch(args, group)
     runs = []
     for _ in range(1 + args.bench_iters):  # the first warms up
         gather_objects(None, group)  # the ranks begin together
@@ -669,9 +667,10 @@ def measure_bubble(args, group):
     bubbles["bubble_formula"] = bubble_formula(P, args.microbatches, V, *means)
     in_flight = gather_objects(model.pipeline.peak, group)
     expected = [most_in_flight(actions) for actions in schedules]
-    result = report(rows, in_flight, bubbles) | {"in_flight_expected": expected}
+    result = report(rows, in_flight, bubbles)
+    result |= {"in_flight_expected": expected, "passed": in_flight == expected}
     summary = f"ranks wait {bubbles['bubble']:.0%}; in flight {in_flight}, expected {expected}"
-    return summary, {"passed": in_flight == expected} | result
+    return summary, result
 
 
 OPTIONS = {
@@ -701,15 +700,15 @@ def finalize_args(args, world):
     elif world * V > layers:
         problem = f"{layers} layers cannot fill {world * V} stages, {V} a rank"
         raise UsageError(f"{problem}; --nproc_per_node {max(1, layers // V)} or fewer would do")
-    all_schedules(args, world)  # raises
+    all_schedules(args, world)  # raises where they cannot
 
 
 # Copied from tp.py
-# ---- 5. Proof: the same in tp.py, sp_megatron.py, sp_ulysses.py and pp.py ------------------------
+# ---- 5. Proof: from here on the same in tp.py, sp_megatron.py, sp_ulysses.py and pp.py -----------
 
 # Allowed relative errors. float64 is the proof; the others' rounding hides small mistakes
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bfloat16": 2e-1}
-IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ  # or no torchrun
+IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ  # or alone
 
 
 def print_table(rows):
@@ -752,14 +751,14 @@ def load_model(args):
         if args.source is None:
             with args.device:
                 return auto.from_config(config, **how).train()
-        how |= {"use_safetensors": True, "ignore_mismatched_sizes": True}  # refused below
+        how |= {"use_safetensors": True, "ignore_mismatched_sizes": True}  # named below
         how |= {"output_loading_info": True, "trust_remote_code": False}
-        model, report = auto.from_pretrained(config=config, **args.source, **how)
-    except torch.OutOfMemoryError:
+        model, loading = auto.from_pretrained(config=config, **args.source, **how)
+    except torch.OutOfMemoryError:  # oom_search.py's answer
         raise
     except Exception as problem:  # of many kinds
         raise UsageError(f"cannot load the model {args.model}: {problem!r}") from None
-    for kind, names in report.items():  # missing, unexpected or mismatched keys
+    for kind, names in loading.items():  # missing, unexpected or mismatched keys
         if names:
             first = f"{len(names)} {kind}, {min(map(str, names))}"
             raise UsageError(f"weights of {args.model} do not fit its config: {first}")
@@ -769,9 +768,9 @@ def load_model(args):
 def proof_batch(args, group, step=1):
     """ids and labels (b, s) of a step, such that an error is unlikely to cancel or hide.
 
-    Step 2 has other tokens and another length: stale state from step 1 makes it fail. Targets are
-    spread unevenly over sequences and tokens. Among inputs and targets are the padding token and
-    the first and last row of each rank's share of the vocabulary, where it is cut.
+    Step 2 has other tokens and another length, so that stale state from step 1 shows. Targets are
+    spread unevenly over sequences and tokens. Among inputs and, in a long sequence, targets are the
+    padding token and the first and last row of each rank's share of the vocabulary (tp.py's).
     """
     vocabulary, length = args.config.vocab_size, args.length
     if step == 2:
@@ -811,30 +810,30 @@ def take_steps(model, args, group, parallel):
     found = {}
     step_function = train_step if parallel else reference_step
 
-    def keep(step, kind, name, tensor, parameter=None):
-        marked = tensor if parameter is None else parameter
+    def keep(step, kind, name, tensor, marked):
         shard = getattr(marked, "shard", None)
         replicas = getattr(marked, "replicas", group.size())  # not marked: every rank has all of it
         tensor = torch.atleast_1d(full_tensor(tensor.detach()).to("cpu", copy=True))
         found[step, kind, name] = mark(tensor, shard, replicas)
 
     for name, p in model.named_parameters():  # before any step
-        keep(1, "weight", name, p)
+        keep(1, "weight", name, p, p)
     for step in (1, 2, 3) if args.dtype == "float64" else (1, 2):
         if step == 3:
             model.model.norm.register_forward_hook(lambda module, x, out: 512 * out)
         ids, labels = proof_batch(args, group, step)
         with torch.no_grad():
             logits = local_logits(model, ids, group, args) if parallel else model(ids).logits
-        if logits is not None:  # of a pipeline only the last stage has them
-            keep(step, "logits", "logits", logits)
+        if logits is not None:  # in pp.py only the last stage has them
+            keep(step, "logits", "logits", logits, logits)
         loss = step_function(model, ids, labels, group, args)
-        keep(step, "loss", "loss", loss)
-        for name, p in reversed(list(model.named_parameters())):  # as the backward reaches them
+        keep(step, "loss", "loss", loss, loss)
+        # In the backward's order: the first wrong gradient is the nearest to its cause
+        for name, p in reversed(list(model.named_parameters())):
             keep(step, "grad", name, p.grad, p)
-        grads = (p.grad.double() for p in model.parameters())
-        norm = grad_norm(model, group) if parallel else nn.utils.get_total_norm(grads)
-        keep(step, "grad_norm", "grad_norm", norm)
+        norms = (p.grad.double().norm() for p in model.parameters())
+        norm = grad_norm(model, group) if parallel else nn.utils.get_total_norm(norms)
+        keep(step, "grad_norm", "grad_norm", norm, norm)
         sgd(model, 0.05 * loss.item() / (norm.item() ** 2 or 1.0))  # about 5% less loss
     return found
 
@@ -862,8 +861,8 @@ def compare(found, expected, args, group):
     coverage = sum(gather_objects(coverage, group))
     rows = []
     for i, (step, kind, name) in enumerate(expected):
-        # Relative to the tensor's norm, but at least to 1/1000 of the norm of all tensors of its
-        # kind, since some gradients are zero but for rounding; in float32 and bfloat16 to all of it
+        # Relative to the tensor's norm. Some gradients are zero but for rounding: so at least to a
+        # thousandth (float64) or all (else) of the norm of all of its kind. Here norms are squared
         least = of_kind[step, kind] * (1e-6 if args.dtype == "float64" else 1)
         error = math.sqrt(by_rank[:, i].sum() / (max(squares[i], least) or 1.0))
         row = {"name": name, "kind": kind, "step": step, "rank": by_rank[:, i].argmax().item()}
@@ -920,8 +919,8 @@ def check_learning(args, group):
 
 
 class Meter(TorchDispatchMode):
-    """Sees every operation: counts messages and their bytes (the full tensor's; of an all-to-all
-    the rank's own input), and the peak of the bytes of all tensors alive."""
+    """Sees every operation: counts messages and their bytes, and the peak of the bytes of all
+    tensors alive (for CPUs). A message has the full tensor's bytes; an all-to-all, its input's."""
 
     OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 
@@ -930,17 +929,17 @@ class Meter(TorchDispatchMode):
         self.calls = Counter()
         self.bytes = Counter()
         self.peak = 0
-        # PyTorch keeps a storage's Python object as long as the storage, which its tensors keep
+        # A storage's Python object lives as long as the storage: freed ones disappear from here
         self.alive = weakref.WeakValueDictionary()
         self.see(gc.get_objects())  # what exists already
 
     def see(self, values):
-        """Note the storages of the tensors among values; returns these. A DTensor has no data."""
+        """Returns the tensors among values, and notes their storages. A DTensor has none itself."""
         tensors = [x for x in values if type(x) in (torch.Tensor, nn.Parameter)]
         for storage in (x.untyped_storage() for x in tensors):
             if storage._cdata not in self.alive:
                 self.alive[storage._cdata] = storage
-                # Sizes anew: fully_shard empties and fills storages in place
+                # Summed anew, since fully_shard empties and fills storages in place
                 self.peak = max(self.peak, sum(x.nbytes() for x in self.alive.values()))
         return tensors
 
@@ -950,7 +949,7 @@ class Meter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         inputs = self.see(tree_leaves(args))
         outputs = self.see(tree_leaves(out))
-        name = func._opname.replace("_", "")  # of allreduce_, _allgather_base_, all_reduce
+        name = func._opname.replace("_", "")  # allreduce_, _allgather_base_, all_reduce
         for op in self.OPS:
             if "c10d" in func.namespace and name.startswith(op.replace("_", "")):
                 # all_to_all(out, in); of the others the larger tensor is the full one
@@ -979,10 +978,11 @@ def compare_traffic(forward, step, expected):
 
 
 def check_benchmark(args, group):
-    """Time, peak memory and messages of a step; the messages must be as expected, to the byte."""
+    """Time, peak memory and messages of forward and backward; messages as expected, to the byte."""
     model = parallelize(load_model(args), group, args)
     batch = proof_batch(args, group)
-    accelerator, cuda = torch.get_device_module(args.device), args.device.type == "cuda"
+    accelerator = torch.get_device_module(args.device)
+    cuda = args.device.type == "cuda"
 
     def step(backward=True):
         train_step(model, *batch, group, args, backward)
@@ -999,13 +999,13 @@ def check_benchmark(args, group):
     traffic = compare_traffic(forward, both, expected_traffic(model, group, args))
     right = gather_objects(all(row["passed"] for row in traffic), group)
     result = {"passed": all(right), "peak_memory_bytes": peaks, "traffic": traffic}
-    for name in ("forward_s", "forward_backward_s"):
+    for name, backward in ("forward_s", False), ("forward_backward_s", True):
         times = []
         for _ in range(args.bench_iters):
             accelerator.synchronize()
             gather_objects(None, group)  # the ranks begin together
             begin = time.perf_counter()
-            step(backward=name == "forward_backward_s")
+            step(backward)
             accelerator.synchronize()
             times.append(max(gather_objects(time.perf_counter() - begin, group)))  # the slowest
         result[name] = {"median": statistics.median(times), "min": min(times), "max": max(times)}
@@ -1018,7 +1018,7 @@ def check_benchmark(args, group):
     result["tokens_per_s"] = args.batch * args.length / result["forward_backward_s"]["median"]
     summary = f"{result['tokens_per_s']:.0f} tokens per second; messages as expected_traffic() says"
     if not all(right):
-        summary = f"not as expected_traffic() says on rank {ranks[right.index(False)]}"
+        summary = f"messages not as expected_traffic() says on rank {ranks[right.index(False)]}"
     return summary, result
 
 
@@ -1033,7 +1033,7 @@ def find_model(name):
         family, *sizes = PRESETS[name]
         sizes = dict(zip(SIZES, sizes), max_position_embeddings=1 << 20, pad_token_id=2)
         sizes["sliding_window"] = None  # as Mistral 7B has it since v0.2
-        spread = 0.8 / math.sqrt(sizes["hidden_size"])  # with HF's 0.02 attention is uniform
+        spread = 0.8 / math.sqrt(sizes["hidden_size"])  # HF's 0.02 hides errors of attention
         return transformers.AutoConfig.for_model(family, **sizes, initializer_range=spread), None
     path = Path(name)
     source = {"pretrained_model_name_or_path": name}
@@ -1049,8 +1049,9 @@ def find_model(name):
     except Exception as problem:  # of many kinds
         raise UsageError(f"cannot read the model {name}: {problem!r}") from None
     if config is None:
-        others = "scale logits (granite, gemma), fuse matrices (phi3, glm), have experts (lab 12)"
-        would = f"{', '.join(FAMILIES)} would do; others {others} or are not proved"
+        others = "scale logits (granite, gemma), fuse matrices (phi3, glm), have experts (lab 12), "
+        others += "norm all heads together (olmo2: for sp_ulysses.py and pp.py) or are not proved"
+        would = f"{', '.join(FAMILIES)} would do; others {others}"
         raise UsageError(f"{name} is a model of type {family}; {would}")
     if "quantization_config" in entries or (path / "adapter_config.json").exists():
         raise UsageError(f"{name} is quantized or has an adapter; plain weights would do")
@@ -1069,8 +1070,8 @@ def parse(argv):
     add("--model", default="tiny", help=f"{', '.join(PRESETS)}, a hub id, directory or .gguf file")
     add("--length", type=int, default=256, help="tokens per sequence (256)")
     add("--batch", type=int, help="sequences (3; pp.py: as many as microbatches)")
-    add("--dtype", choices=list(LIMIT), help="float64, which proves; for benchmark float32")
-    add("--attn", choices=["sdpa", "eager", "flash"], default="sdpa", help="PyTorch's sdpa")
+    add("--dtype", choices=list(LIMIT), help="float64, which proves; benchmark: float32")
+    add("--attn", choices=["sdpa", "eager", "flash"], default="sdpa", help="HF's functions (sdpa)")
     add("--loss", choices=["chunked", "full"], default="chunked", help="full: all logits at once")
     add("--recompute", choices=["full", "none"], default="full", help="full: keep layers' inputs")
     add("--backend", choices=["auto", "gloo", "nccl", "fake"], default="auto", help="fake: alone")
@@ -1096,7 +1097,7 @@ def start(args):
     """Choose the device, read the model's config, join the other ranks; returns their group."""
     torchrun = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     given = [name for name in torchrun if name in os.environ]
-    if len(given) not in (0, 4) and args.backend != "fake":  # fake: RANK, WORLD_SIZE, by hand
+    if len(given) not in (0, 4) and args.backend != "fake":  # with fake some are set by hand
         raise UsageError(f"of {', '.join(torchrun)} only {', '.join(given)} set; all would do")
     rank, world, local_rank, local_world = (int(os.environ.get(k, n)) for k, n in torchrun.items())
     gpus = torch.cuda.device_count()
@@ -1111,12 +1112,10 @@ def start(args):
     args.attn_implementation = "flash_attention_2" if args.attn == "flash" else args.attn
     args.config, args.source = find_model(args.model)
     finalize_args(args, world)
-    store = dist.HashStore()  # where ranks find each other: here only one
+    store = None if given and args.backend != "fake" else dist.HashStore()  # None: torchrun's
     if args.backend == "fake":
         print(f"rank {rank} of {world} with silent peers: times exclude communication")
-    elif given:
-        store = None  # torchrun's
-    else:
+    elif not given:
         print(f"1 process; for more ranks: torchrun --nproc_per_node=2 {' '.join(sys.argv)}")
     backend = "cpu:gloo,cuda:nccl" if args.backend == "nccl" else args.backend
     timeout = datetime.timedelta(seconds=args.timeout)
@@ -1126,10 +1125,9 @@ def start(args):
 
 def run(args, group):
     """Run the modes asked for, write --json; returns whether all passed."""
-    versions = {module.__name__: module.__version__ for module in (torch, transformers)}
     results = {"script": Path(__file__).name, "strategy": STRATEGY, "device": args.device.type}
-    versions["python"] = sys.version.split()[0]
-    results |= {"versions": versions, "world_size": group.size()}
+    results |= {"world_size": group.size(), "versions": {"python": sys.version.split()[0]}}
+    results["versions"] |= {module.__name__: module.__version__ for module in (torch, transformers)}
     results |= {k: v for k, v in vars(args).items() if isinstance(v, str | int | None)}
     dtype = args.dtype
     modes = list(MODES) if args.mode == "all" else [args.mode]
@@ -1145,7 +1143,7 @@ def run(args, group):
     results["dtype"] = results[modes[0]]["dtype"]
     if args.json and IS_RANK0:
         Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
-    gather_objects(None, group)  # a rank that fails would end rank 0 before it has written
+    gather_objects(None, group)  # rank 0 has written; torchrun ends all when one fails
     return all(results[mode]["passed"] for mode in modes)
 
 

@@ -715,9 +715,7 @@ partial sum: all of it, but only the sum over the ranks is right.""")
 
 def parse(argv):
     """The arguments; an error where nothing of that shape can be computed that way."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add, either = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
     either("--layout", choices=LAYOUTS, default="sp", help="which to walk through (sp)")
     either("--tp-mode", choices=TP_MODES, help="Nanotron's names of --layout tp and sp")
@@ -736,11 +734,10 @@ def parse(argv):
         parser.error("--tp, --batch, --seq, --hidden, --heads and --ffn must be at least 1")
     largest = max(b * s * max(heads * s, f, 3 * h), h * max(f, 3 * h))
     broken = BREAKS.get(args.bug, layout).split(":")[0]
-    would = f"--tp {heads} would do, or more --heads, or --layout cp"
     for unusable, message in [
         (h % heads, f"--hidden {h} must be a multiple of --heads {heads}"),
         (h < 4, f"--hidden {h}: norms of so few features are all alike; 4 would do"),
-        (heads < P and layout != "cp", f"--tp {P}: --layout {layout} needs a head a rank; {would}"),
+        (heads < P and layout != "cp", f"--tp {P}: too few heads; {heads} or --layout cp would do"),
         (s < P, f"--seq {s} leaves some of {P} ranks without a token; {P} would do"),
         (f < P, f"--ffn {f} leaves some of {P} ranks without a feature; {P} would do"),
         (P > 64, f"--tp {P} is too much for one process; 64 would do"),
@@ -765,8 +762,8 @@ def run(args):
     results = {"script": Path(__file__).name, **vars(args)}
     results["versions"] = {"python": sys.version.split()[0], "numpy": np.__version__}
     differences = finite_differences(problem, {"x": gradients["x"], **weight_gradients})
-    wrong = [name for name, e in differences.items() if not e <= DIFFERENCES]  # NaN is wrong, too
-    wrong = [f"{name}, against finite differences" for name in wrong]
+    far = [name for name, e in differences.items() if not e <= DIFFERENCES]  # NaN is wrong, too
+    wrong = [f"{name}, against finite differences" for name in far]
     if not error([one_device(x, W, masks)], values["y"], "replicated") <= TOLERANCE:
         wrong.append("y of one rank, against one device")
     if "sp" in layouts:
@@ -793,9 +790,8 @@ def main(argv=None):
         if args.json:
             Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
     except OSError as problem:  # a full disk, say
-        print(
-            f"error: cannot write {args.json or 'the report'}: {problem.strerror}", file=sys.stderr
-        )
+        where = args.json or "the report"
+        print(f"error: cannot write {where}: {problem.strerror}", file=sys.stderr)
         return 2
     return 0 if results["passed"] else 1
 

@@ -1,8 +1,8 @@
 """Megatron sequence parallelism for LLaMA in one file (arXiv 2205.05198) on Hugging Face's model.
 
 Tensor parallelism replicates the activations between the blocks (attention, MLP) on each of P
-ranks. Here a rank holds s/P of the s tokens. Only a block sees all tokens: first with all features,
-then, between its matrices, with 1/P of them. One MLP, P = 2:
+ranks. Here a rank holds s/P of the s tokens. Only a block sees all tokens: all their features at
+its entry, and 1/P of them between its matrices. One MLP (batch b, hidden h, intermediate i), P = 2:
 
     rank 0: tokens 0..s/2       rank 1: tokens s/2..s        residual, norm: (b, s/2, h)
         |        g   forward: all-gather        |            backward: reduce-scatter dx
@@ -16,25 +16,26 @@ then, between its matrices, with 1/P of them. One MLP, P = 2:
         v                                       v
     rank 0: tokens 0..s/2       rank 1: tokens s/2..s        (b, s/2, h)
 
-An all-reduce is a reduce-scatter and an all-gather: forward and backward send what tp.py sends, cut
-in two, and what lies between the two halves (residuals, norms) is 1/P as large. A norm's weight is
-on every rank, but sees s/P tokens: its gradient is summed over the ranks (sum_gradients()).
+An all-reduce is a reduce-scatter and an all-gather: forward and backward (not what is recomputed)
+send what tensor parallelism (tp.py) sends, cut in two, and what lies between the two halves
+(residuals, norms) is 1/P as large. A norm's weight is on every rank, but sees s/P tokens: its
+gradient is summed over the ranks (sum_gradients()).
 
     messages of a layer   forward                 backward          recomputed (--recompute full)
     entering a block      g: all-gather           reduce-scatter    all-gather
     leaving a block       g-bar: reduce-scatter   all-gather        reduce-scatter, attention only
 
-Each moves one (b, s, h). Embedding (g-bar) and head (g) do the same once. The recomputation stops
-before the MLP's g-bar: no gradient needs what leaves it.
+Each moves one (b, s, h). Embedding (g-bar) and head (g) do so once, but --loss chunked recomputes
+the head's g. A layer's recomputation ends before the MLP's g-bar: no gradient needs what leaves it.
 
---recompute full, the default, keeps of a layer only its input, (b, s/P, h); --recompute none keeps
-all, each block's gathered input (b, s, h), too. Megatron-LM keeps the rank's own tokens of that,
-and gathers them again in the backward; labs/lab2_megatron_layers.py does so.
+--recompute full, the default, keeps of a layer only its input, (b, s/P, h); none keeps everything,
+also each block's gathered input (b, s, h). Megatron-LM keeps the rank's own tokens of that, and
+gathers them again in the backward; labs/lab2_megatron_layers.py does so.
 
     torchrun --nproc_per_node=2 sp_megatron.py --mode correctness
     torchrun --nproc_per_node=4 sp_megatron.py --mode all --length 1001     # 1001 gets padding
     torchrun --nproc_per_node=2 sp_megatron.py --length 20480 --batch 1 --mode benchmark
-    torchrun --nproc_per_node=2 labs/break_it.py sp_megatron.py unsummed_norm_gradient   # FAIL
+    torchrun --nproc_per_node=2 labs/break_it.py sp_megatron.py unsummed_norm_gradient   # must FAIL
     diff -I '# Copied' tp.py sp_megatron.py     # what sequence parallelism changes
 """
 
@@ -78,10 +79,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 STRATEGY = "sp_megatron"
 IGNORE = -100  # the label of a token that is no target: PyTorch's and Hugging Face's convention
-LOSS_CHUNK = 2048  # tokens whose logits, of the whole vocabulary, fill a rank's --loss chunk
+LOSS_CHUNK = 2048  # --loss chunked: a rank has at most this times the vocabulary logits at once
 
 # Copied from tp.py
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2")  # model_type
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")  # model_type
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 SIZES += ("num_key_value_heads", "vocab_size", "tie_word_embeddings")
 # Copied from tp.py
@@ -117,7 +118,7 @@ def all_reduce(x, group, op=dist.ReduceOp.SUM):
     return x
 
 
-# The names since torch 2.13; 2.11 and 2.12 know the older ones only
+# Their names since torch 2.13, or those before
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -126,7 +127,7 @@ def all_gather(x, group):
     """Every rank's tokens (b, s/P, h) -> all tokens (b, s, h)."""
     if group.size() == 1:
         return x
-    x = x.transpose(0, 1).contiguous()  # collectives join along dim 0 (so Megatron has (s, b, h))
+    x = x.transpose(0, 1).contiguous()  # collectives join along dim 0: Megatron has (s, b, h)
     out = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
     all_gather_single(out, x, group=group)
     return out.transpose(0, 1).contiguous()
@@ -143,7 +144,7 @@ def reduce_scatter(x, group):
 
 
 class GatherFromSPRegion(torch.autograd.Function):
-    """The paper's g. All ranks use all of x: each receives the summed gradient of its tokens."""
+    """The paper's g. Every rank uses every token: a token's gradient is the sum over the ranks."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -156,7 +157,7 @@ class GatherFromSPRegion(torch.autograd.Function):
 
 
 class ReduceScatterToSPRegion(torch.autograd.Function):
-    """The paper's g-bar. y is the sum of the ranks' partial results: the gradient of each is dy."""
+    """The paper's g-bar. It sums over the ranks: the gradient of each addend is that of the sum."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -207,9 +208,9 @@ def head_range(config, rank, world):
 
 # Copied from tp.py
 def mark(tensor, shard=None, replicas=1, sum_over=None):
-    """Record on a tensor which shard (dim, start, end) of the full one it is (None: all of it), how
-    many ranks hold the same, and the group over which to sum its gradient (None: no sum).
-    sum_gradients() reads sum_over, the proof of section 5 the others."""
+    """Note on a tensor what others read there. Training: sum_over, the group over which to sum its
+    gradient (None: no sum). The proof: shard, which (dim, start, end) of the full tensor it is
+    (None: all of it), and replicas, how many ranks hold the same."""
     tensor.shard, tensor.replicas, tensor.sum_over = shard, replicas, sum_over
     return tensor
 
@@ -258,9 +259,9 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.group, self.start, self.end = group, start, end
         self.weight = make_shard(embedding.weight, 0, start, end)
-        self.padding_idx = None  # HF gives the padding token's row no gradient
+        self.padding_idx = None
         if embedding.padding_idx is not None and start <= embedding.padding_idx < end:
-            self.padding_idx = embedding.padding_idx - start
+            self.padding_idx = embedding.padding_idx - start  # its row gets no gradient, as in HF
 
     def forward(self, ids):  # (b, s) -> (b, s/P, h)
         elsewhere = (ids < self.start) | (ids >= self.end)
@@ -271,14 +272,14 @@ class VocabParallelEmbedding(nn.Module):
 
 def enter_block(group, block, args, kwargs):
     """g, as a forward pre-hook of a block: once for all column parallel linears in it."""
-    if args:  # how HF calls an MLP or the head
+    if args:  # how HF calls an MLP, and sum_of_losses() the head
         return (gather_from_sp_region(args[0], group), *args[1:]), kwargs
     hidden = gather_from_sp_region(kwargs["hidden_states"], group)  # how HF calls attention
     return args, kwargs | {"hidden_states": hidden}
 
 
 def all_tokens_mask(stock, group, q_length, kv_length, **others):
-    """HF's mask function `stock`, for all tokens; HF calls it with the lengths s/P that it sees."""
+    """HF's mask function `stock`; HF calls it with lengths s/P, and gets the mask of all tokens."""
     return stock(q_length=q_length * group.size(), kv_length=kv_length * group.size(), **others)
 
 
@@ -296,8 +297,8 @@ def parallelize(model, group, args):
     if args.recompute == "full":
         recompute_layers(model)
     if args.attn != "flash":  # flash needs no mask
-        # HF makes the mask for the s/P tokens it sees: so register one for all tokens under a new
-        # name and, as HF asks, the stock attention under the same
+        # HF makes the mask for the s/P tokens it sees, by a function that it finds under the name
+        # of the attention: so register a mask of all tokens and HF's own attention under a new name
         eager = sys.modules[type(model).__module__].eager_attention_forward
         stock = ALL_ATTENTION_FUNCTIONS.get_interface(args.attn_implementation, eager)
         stock_mask = ALL_MASK_ATTENTION_FUNCTIONS[args.attn_implementation]
@@ -307,21 +308,21 @@ def parallelize(model, group, args):
         model.set_attn_implementation("all_tokens")
     config, rank, world = model.config, group.rank(), group.size()
     for name, parameter in model.named_parameters():
-        if "norm" in name:  # on every rank; a rank's tokens give a part of its gradient
+        if "norm" in name:  # on every rank; its tokens (of q_norm, k_norm: heads) give a part
             mark(parameter, replicas=world, sum_over=group if world > 1 else None)
     (q0, q1), (k0, k1), replicas = head_range(config, rank, world)
     i0, i1 = split(config.intermediate_size, rank, world)
     v0, v1 = split(config.vocab_size, rank, world)
-    kv_marks = {"replicas": replicas, "sum_over": None}
-    if replicas > 1:  # each has other queries of the KV head, so a part of its gradient
+    kv_sum = None
+    if replicas > 1:  # ranks with one KV head have other queries of it: parts of its gradient
         timeout = datetime.timedelta(seconds=args.timeout)
-        kv_marks["sum_over"], _ = dist.new_subgroups(replicas, group=group, timeout=timeout)
+        kv_sum, _ = dist.new_subgroups(replicas, group=group, timeout=timeout)
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         d = attention.head_dim
         attention.q_proj = ColumnParallelLinear(attention.q_proj, q0 * d, q1 * d)
-        attention.k_proj = ColumnParallelLinear(attention.k_proj, k0 * d, k1 * d, **kv_marks)
-        attention.v_proj = ColumnParallelLinear(attention.v_proj, k0 * d, k1 * d, **kv_marks)
+        attention.k_proj = ColumnParallelLinear(attention.k_proj, k0 * d, k1 * d, replicas, kv_sum)
+        attention.v_proj = ColumnParallelLinear(attention.v_proj, k0 * d, k1 * d, replicas, kv_sum)
         attention.o_proj = RowParallelLinear(attention.o_proj, q0 * d, q1 * d, group)
         attention.num_key_value_groups = (q1 - q0) // (k1 - k0)  # for HF's repeat_kv
         mlp.gate_proj = ColumnParallelLinear(mlp.gate_proj, i0, i1)
@@ -359,7 +360,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         target_logit = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0)
         both = torch.stack([target_logit, shifted.exp_().sum(-1)])
         target_logit, sum_exp = all_reduce(both, group)
-        # Not peak + log(sum_exp): its rounding exceeds 1 - softmax of a confident prediction
+        # Not one peak + log(sum_exp): its rounding swamps 1 - softmax where softmax is almost 1
         ctx.save_for_backward(logits, column, elsewhere, peak, sum_exp)
         return sum_exp.log() - target_logit
 
@@ -381,14 +382,14 @@ def sum_of_losses(model, hidden, targets, group):
 
 
 def tokens_per_chunk(length, group, args):
-    """Tokens of each sequence on a rank in a chunk of the loss."""
+    """Tokens of each sequence and rank in a chunk; gathered: P times as many, of v/P columns."""
     return length if args.loss == "full" else max(1, LOSS_CHUNK // args.batch)
 
 
 def mean_loss(model, hidden, labels, group, args):
     """Mean loss over all targets, the same on every rank, from each rank's hidden (b, s/P, h).
 
-    Of 5 tokens and one of padding, rank 0 has 0 1 2, rank 1 has 3 4 5: targets are 1 2 3 | 4 - -.
+    Of 5 tokens and one of padding rank 0 has 0 1 2, rank 1 3 4 5: targets 1 2 3 | 4 IGNORE IGNORE.
     With chunks of c = 2 the head gathers the hidden states of tokens 0 1 3 4, and then of 2 and 5.
     """
     world, local = group.size(), hidden.shape[1]
@@ -410,22 +411,21 @@ def final_hidden_states(model, ids, group):
     """Output of the final norm for this rank's tokens, (b, s/P, h). ids (b, s): all tokens."""
     last = ids.shape[1] - 1
     ids = F.pad(ids, (0, -ids.shape[1] % group.size()))  # at the end: no token attends to it
-    positions = torch.arange(ids.shape[1], device=ids.device)  # HF would count s/P tokens
+    positions = torch.arange(ids.shape[1], device=ids.device)[None]  # HF would count s/P tokens
 
-    # longrope chooses its frequencies by the largest position: for it padding repeats the last. Not
-    # for the mask, where HF takes a repeated position for the start of a packed document
+    # Some rotary embeddings (longrope) choose frequencies by the largest position: they get the
+    # last token's for padding. The mask must not: to HF a repeated one begins a packed document
     def without_padding(rotary, args, kwargs):
-        hidden, positions = *args, *kwargs.values()
-        return (hidden, positions.clamp(max=last)), {}
+        return (args[0], positions.clamp(max=last)), {}  # hidden states, positions
 
     with model.model.rotary_emb.register_forward_pre_hook(without_padding, with_kwargs=True):
-        outputs = model.model(input_ids=ids, position_ids=positions[None], use_cache=False)
+        outputs = model.model(input_ids=ids, position_ids=positions, use_cache=False)
     return outputs.last_hidden_state
 
 
 # Copied from tp.py
 def train_step(model, ids, labels, group, args, backward=True):
-    """Loss of ids (b, s), the same on every rank; after it every .grad is complete."""
+    """Loss of ids (b, s), the same on every rank. The backward completes .grad, which was None."""
     loss = mean_loss(model, final_hidden_states(model, ids, group), labels, group, args)
     if backward:
         loss.backward()
@@ -437,11 +437,11 @@ def train_step(model, ids, labels, group, args, backward=True):
 def sum_gradients(model):
     """Sum each gradient of which a rank has only a part, over the group that mark() noted."""
     for parameter in model.parameters():
-        if parameter.sum_over is not None:  # in place: no second gradient
+        if parameter.sum_over is not None:  # in place, without a copy
             dist.all_reduce(parameter.grad, group=parameter.sum_over)
 
 
-# The lesson ends here. What follows proves and measures it; section 4 has the script's own part.
+# The lesson ends here. What follows proves and measures it, first by what is this script's own.
 
 
 # Copied from tp.py
@@ -493,7 +493,8 @@ def expected_traffic(model, group, args):
         rows += [("backward", "reduce_scatter", layers, layers * hidden)]
     _, _, replicas = head_range(model.config, group.rank(), group.size())
     summed = ["norm"]  # a rank's tokens give a part (Qwen3's q_norm and k_norm: its heads)
-    summed += ["k_proj", "v_proj"] if replicas > 1 else []  # of replicated KV heads
+    if replicas > 1:
+        summed += ["k_proj", "v_proj"]  # of replicated KV heads
     for name, parameter in model.named_parameters():
         if any(word in name for word in summed):
             rows += [("backward", "all_reduce", 1, parameter.nbytes)]
@@ -501,26 +502,23 @@ def expected_traffic(model, group, args):
 
 
 OPTIONS = {}
-OWN_MODES = {}  # of this script alone: {name: function like check_correctness()}
+OWN_MODES = {}  # of this script alone: {name: function(args, group) -> (summary, result)}
 
 
 def finalize_args(args, world):
     """The script's own defaults; UsageError where world ranks cannot do it."""
     args.batch = args.batch or 3
-    head_range(args.config, 0, world)  # raises
-    if args.config.model_type == "olmo2":
-        problem = "OLMo 2's q_norm and k_norm run over all heads, of which a rank has some"
-        raise UsageError(f"{problem}; sp_ulysses.py and pp.py take it, and lab 5 has a plan for it")
+    head_range(args.config, 0, world)  # raises where they cannot
     if world > args.config.vocab_size:
-        raise UsageError(f"{world} ranks for {args.config.vocab_size} words; as many would do")
+        raise UsageError(f"{world} ranks; {args.config.vocab_size}, the vocabulary, would do")
 
 
 # Copied from tp.py
-# ---- 5. Proof: the same in tp.py, sp_megatron.py, sp_ulysses.py and pp.py ------------------------
+# ---- 5. Proof: from here on the same in tp.py, sp_megatron.py, sp_ulysses.py and pp.py -----------
 
 # Allowed relative errors. float64 is the proof; the others' rounding hides small mistakes
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bfloat16": 2e-1}
-IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ  # or no torchrun
+IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ  # or alone
 
 
 def print_table(rows):
@@ -563,14 +561,14 @@ def load_model(args):
         if args.source is None:
             with args.device:
                 return auto.from_config(config, **how).train()
-        how |= {"use_safetensors": True, "ignore_mismatched_sizes": True}  # refused below
+        how |= {"use_safetensors": True, "ignore_mismatched_sizes": True}  # named below
         how |= {"output_loading_info": True, "trust_remote_code": False}
-        model, report = auto.from_pretrained(config=config, **args.source, **how)
-    except torch.OutOfMemoryError:
+        model, loading = auto.from_pretrained(config=config, **args.source, **how)
+    except torch.OutOfMemoryError:  # oom_search.py's answer
         raise
     except Exception as problem:  # of many kinds
         raise UsageError(f"cannot load the model {args.model}: {problem!r}") from None
-    for kind, names in report.items():  # missing, unexpected or mismatched keys
+    for kind, names in loading.items():  # missing, unexpected or mismatched keys
         if names:
             first = f"{len(names)} {kind}, {min(map(str, names))}"
             raise UsageError(f"weights of {args.model} do not fit its config: {first}")
@@ -580,9 +578,9 @@ def load_model(args):
 def proof_batch(args, group, step=1):
     """ids and labels (b, s) of a step, such that an error is unlikely to cancel or hide.
 
-    Step 2 has other tokens and another length: stale state from step 1 makes it fail. Targets are
-    spread unevenly over sequences and tokens. Among inputs and targets are the padding token and
-    the first and last row of each rank's share of the vocabulary, where it is cut.
+    Step 2 has other tokens and another length, so that stale state from step 1 shows. Targets are
+    spread unevenly over sequences and tokens. Among inputs and, in a long sequence, targets are the
+    padding token and the first and last row of each rank's share of the vocabulary (tp.py's).
     """
     vocabulary, length = args.config.vocab_size, args.length
     if step == 2:
@@ -622,30 +620,30 @@ def take_steps(model, args, group, parallel):
     found = {}
     step_function = train_step if parallel else reference_step
 
-    def keep(step, kind, name, tensor, parameter=None):
-        marked = tensor if parameter is None else parameter
+    def keep(step, kind, name, tensor, marked):
         shard = getattr(marked, "shard", None)
         replicas = getattr(marked, "replicas", group.size())  # not marked: every rank has all of it
         tensor = torch.atleast_1d(full_tensor(tensor.detach()).to("cpu", copy=True))
         found[step, kind, name] = mark(tensor, shard, replicas)
 
     for name, p in model.named_parameters():  # before any step
-        keep(1, "weight", name, p)
+        keep(1, "weight", name, p, p)
     for step in (1, 2, 3) if args.dtype == "float64" else (1, 2):
         if step == 3:
             model.model.norm.register_forward_hook(lambda module, x, out: 512 * out)
         ids, labels = proof_batch(args, group, step)
         with torch.no_grad():
             logits = local_logits(model, ids, group, args) if parallel else model(ids).logits
-        if logits is not None:  # of a pipeline only the last stage has them
-            keep(step, "logits", "logits", logits)
+        if logits is not None:  # in pp.py only the last stage has them
+            keep(step, "logits", "logits", logits, logits)
         loss = step_function(model, ids, labels, group, args)
-        keep(step, "loss", "loss", loss)
-        for name, p in reversed(list(model.named_parameters())):  # as the backward reaches them
+        keep(step, "loss", "loss", loss, loss)
+        # In the backward's order: the first wrong gradient is the nearest to its cause
+        for name, p in reversed(list(model.named_parameters())):
             keep(step, "grad", name, p.grad, p)
-        grads = (p.grad.double() for p in model.parameters())
-        norm = grad_norm(model, group) if parallel else nn.utils.get_total_norm(grads)
-        keep(step, "grad_norm", "grad_norm", norm)
+        norms = (p.grad.double().norm() for p in model.parameters())
+        norm = grad_norm(model, group) if parallel else nn.utils.get_total_norm(norms)
+        keep(step, "grad_norm", "grad_norm", norm, norm)
         sgd(model, 0.05 * loss.item() / (norm.item() ** 2 or 1.0))  # about 5% less loss
     return found
 
@@ -673,8 +671,8 @@ def compare(found, expected, args, group):
     coverage = sum(gather_objects(coverage, group))
     rows = []
     for i, (step, kind, name) in enumerate(expected):
-        # Relative to the tensor's norm, but at least to 1/1000 of the norm of all tensors of its
-        # kind, since some gradients are zero but for rounding; in float32 and bfloat16 to all of it
+        # Relative to the tensor's norm. Some gradients are zero but for rounding: so at least to a
+        # thousandth (float64) or all (else) of the norm of all of its kind. Here norms are squared
         least = of_kind[step, kind] * (1e-6 if args.dtype == "float64" else 1)
         error = math.sqrt(by_rank[:, i].sum() / (max(squares[i], least) or 1.0))
         row = {"name": name, "kind": kind, "step": step, "rank": by_rank[:, i].argmax().item()}
@@ -731,8 +729,8 @@ def check_learning(args, group):
 
 
 class Meter(TorchDispatchMode):
-    """Sees every operation: counts messages and their bytes (the full tensor's; of an all-to-all
-    the rank's own input), and the peak of the bytes of all tensors alive."""
+    """Sees every operation: counts messages and their bytes, and the peak of the bytes of all
+    tensors alive (for CPUs). A message has the full tensor's bytes; an all-to-all, its input's."""
 
     OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 
@@ -741,17 +739,17 @@ class Meter(TorchDispatchMode):
         self.calls = Counter()
         self.bytes = Counter()
         self.peak = 0
-        # PyTorch keeps a storage's Python object as long as the storage, which its tensors keep
+        # A storage's Python object lives as long as the storage: freed ones disappear from here
         self.alive = weakref.WeakValueDictionary()
         self.see(gc.get_objects())  # what exists already
 
     def see(self, values):
-        """Note the storages of the tensors among values; returns these. A DTensor has no data."""
+        """Returns the tensors among values, and notes their storages. A DTensor has none itself."""
         tensors = [x for x in values if type(x) in (torch.Tensor, nn.Parameter)]
         for storage in (x.untyped_storage() for x in tensors):
             if storage._cdata not in self.alive:
                 self.alive[storage._cdata] = storage
-                # Sizes anew: fully_shard empties and fills storages in place
+                # Summed anew, since fully_shard empties and fills storages in place
                 self.peak = max(self.peak, sum(x.nbytes() for x in self.alive.values()))
         return tensors
 
@@ -761,7 +759,7 @@ class Meter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         inputs = self.see(tree_leaves(args))
         outputs = self.see(tree_leaves(out))
-        name = func._opname.replace("_", "")  # of allreduce_, _allgather_base_, all_reduce
+        name = func._opname.replace("_", "")  # allreduce_, _allgather_base_, all_reduce
         for op in self.OPS:
             if "c10d" in func.namespace and name.startswith(op.replace("_", "")):
                 # all_to_all(out, in); of the others the larger tensor is the full one
@@ -790,10 +788,11 @@ def compare_traffic(forward, step, expected):
 
 
 def check_benchmark(args, group):
-    """Time, peak memory and messages of a step; the messages must be as expected, to the byte."""
+    """Time, peak memory and messages of forward and backward; messages as expected, to the byte."""
     model = parallelize(load_model(args), group, args)
     batch = proof_batch(args, group)
-    accelerator, cuda = torch.get_device_module(args.device), args.device.type == "cuda"
+    accelerator = torch.get_device_module(args.device)
+    cuda = args.device.type == "cuda"
 
     def step(backward=True):
         train_step(model, *batch, group, args, backward)
@@ -810,13 +809,13 @@ def check_benchmark(args, group):
     traffic = compare_traffic(forward, both, expected_traffic(model, group, args))
     right = gather_objects(all(row["passed"] for row in traffic), group)
     result = {"passed": all(right), "peak_memory_bytes": peaks, "traffic": traffic}
-    for name in ("forward_s", "forward_backward_s"):
+    for name, backward in ("forward_s", False), ("forward_backward_s", True):
         times = []
         for _ in range(args.bench_iters):
             accelerator.synchronize()
             gather_objects(None, group)  # the ranks begin together
             begin = time.perf_counter()
-            step(backward=name == "forward_backward_s")
+            step(backward)
             accelerator.synchronize()
             times.append(max(gather_objects(time.perf_counter() - begin, group)))  # the slowest
         result[name] = {"median": statistics.median(times), "min": min(times), "max": max(times)}
@@ -829,7 +828,7 @@ def check_benchmark(args, group):
     result["tokens_per_s"] = args.batch * args.length / result["forward_backward_s"]["median"]
     summary = f"{result['tokens_per_s']:.0f} tokens per second; messages as expected_traffic() says"
     if not all(right):
-        summary = f"not as expected_traffic() says on rank {ranks[right.index(False)]}"
+        summary = f"messages not as expected_traffic() says on rank {ranks[right.index(False)]}"
     return summary, result
 
 
@@ -844,7 +843,7 @@ def find_model(name):
         family, *sizes = PRESETS[name]
         sizes = dict(zip(SIZES, sizes), max_position_embeddings=1 << 20, pad_token_id=2)
         sizes["sliding_window"] = None  # as Mistral 7B has it since v0.2
-        spread = 0.8 / math.sqrt(sizes["hidden_size"])  # with HF's 0.02 attention is uniform
+        spread = 0.8 / math.sqrt(sizes["hidden_size"])  # HF's 0.02 hides errors of attention
         return transformers.AutoConfig.for_model(family, **sizes, initializer_range=spread), None
     path = Path(name)
     source = {"pretrained_model_name_or_path": name}
@@ -860,8 +859,9 @@ def find_model(name):
     except Exception as problem:  # of many kinds
         raise UsageError(f"cannot read the model {name}: {problem!r}") from None
     if config is None:
-        others = "scale logits (granite, gemma), fuse matrices (phi3, glm), have experts (lab 12)"
-        would = f"{', '.join(FAMILIES)} would do; others {others} or are not proved"
+        others = "scale logits (granite, gemma), fuse matrices (phi3, glm), have experts (lab 12), "
+        others += "norm all heads together (olmo2: for sp_ulysses.py and pp.py) or are not proved"
+        would = f"{', '.join(FAMILIES)} would do; others {others}"
         raise UsageError(f"{name} is a model of type {family}; {would}")
     if "quantization_config" in entries or (path / "adapter_config.json").exists():
         raise UsageError(f"{name} is quantized or has an adapter; plain weights would do")
@@ -880,8 +880,8 @@ def parse(argv):
     add("--model", default="tiny", help=f"{', '.join(PRESETS)}, a hub id, directory or .gguf file")
     add("--length", type=int, default=256, help="tokens per sequence (256)")
     add("--batch", type=int, help="sequences (3; pp.py: as many as microbatches)")
-    add("--dtype", choices=list(LIMIT), help="float64, which proves; for benchmark float32")
-    add("--attn", choices=["sdpa", "eager", "flash"], default="sdpa", help="PyTorch's sdpa")
+    add("--dtype", choices=list(LIMIT), help="float64, which proves; benchmark: float32")
+    add("--attn", choices=["sdpa", "eager", "flash"], default="sdpa", help="HF's functions (sdpa)")
     add("--loss", choices=["chunked", "full"], default="chunked", help="full: all logits at once")
     add("--recompute", choices=["full", "none"], default="full", help="full: keep layers' inputs")
     add("--backend", choices=["auto", "gloo", "nccl", "fake"], default="auto", help="fake: alone")
@@ -907,7 +907,7 @@ def start(args):
     """Choose the device, read the model's config, join the other ranks; returns their group."""
     torchrun = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     given = [name for name in torchrun if name in os.environ]
-    if len(given) not in (0, 4) and args.backend != "fake":  # fake: RANK, WORLD_SIZE, by hand
+    if len(given) not in (0, 4) and args.backend != "fake":  # with fake some are set by hand
         raise UsageError(f"of {', '.join(torchrun)} only {', '.join(given)} set; all would do")
     rank, world, local_rank, local_world = (int(os.environ.get(k, n)) for k, n in torchrun.items())
     gpus = torch.cuda.device_count()
@@ -922,12 +922,10 @@ def start(args):
     args.attn_implementation = "flash_attention_2" if args.attn == "flash" else args.attn
     args.config, args.source = find_model(args.model)
     finalize_args(args, world)
-    store = dist.HashStore()  # where ranks find each other: here only one
+    store = None if given and args.backend != "fake" else dist.HashStore()  # None: torchrun's
     if args.backend == "fake":
         print(f"rank {rank} of {world} with silent peers: times exclude communication")
-    elif given:
-        store = None  # torchrun's
-    else:
+    elif not given:
         print(f"1 process; for more ranks: torchrun --nproc_per_node=2 {' '.join(sys.argv)}")
     backend = "cpu:gloo,cuda:nccl" if args.backend == "nccl" else args.backend
     timeout = datetime.timedelta(seconds=args.timeout)
@@ -937,10 +935,9 @@ def start(args):
 
 def run(args, group):
     """Run the modes asked for, write --json; returns whether all passed."""
-    versions = {module.__name__: module.__version__ for module in (torch, transformers)}
     results = {"script": Path(__file__).name, "strategy": STRATEGY, "device": args.device.type}
-    versions["python"] = sys.version.split()[0]
-    results |= {"versions": versions, "world_size": group.size()}
+    results |= {"world_size": group.size(), "versions": {"python": sys.version.split()[0]}}
+    results["versions"] |= {module.__name__: module.__version__ for module in (torch, transformers)}
     results |= {k: v for k, v in vars(args).items() if isinstance(v, str | int | None)}
     dtype = args.dtype
     modes = list(MODES) if args.mode == "all" else [args.mode]
@@ -956,7 +953,7 @@ def run(args, group):
     results["dtype"] = results[modes[0]]["dtype"]
     if args.json and IS_RANK0:
         Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
-    gather_objects(None, group)  # a rank that fails would end rank 0 before it has written
+    gather_objects(None, group)  # rank 0 has written; torchrun ends all when one fails
     return all(results[mode]["passed"] for mode in modes)
 
 

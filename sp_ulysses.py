@@ -1,6 +1,6 @@
 """Ulysses sequence parallelism for LLaMA in one file (DeepSpeed, arXiv 2309.14509) on HF's model.
 
-Each of P ranks holds all weights, and the activations of s/P of the s tokens. Norms, projections
+Each of P ranks holds the activations of s/P of the s tokens, and all weights. Norms, projections
 and MLP treat each token by itself, and need no other rank. Attention alone mixes tokens, and it
 treats each head by itself: so it gets all tokens of 1/P of the heads. One attention block, P = 2:
 
@@ -21,19 +21,19 @@ treats each head by itself: so it gets all tokens of 1/P of the heads. One atten
     rank 0: tokens 0..s/2       rank 1: tokens s/2..s        (b, s/2, h)
 
     messages of a layer           forward          backward         recomputed (--recompute full)
-    q, of (b, s/P, h)             all-to-all       all-to-all       all-to-all
+    q, (b, s/P, heads d)          all-to-all       all-to-all       all-to-all
     k and v, smaller with GQA     2 all-to-alls    2 all-to-alls    2 all-to-alls
     attention's output, like q    all-to-all       all-to-all       all-to-all
 
-    once a step                   all-reduce loss  all-reduce of all gradients
+    once a step                   all-reduce loss  all-reduce of each gradient
     --shard-weights: instead of   all-gather of    all-gather of all weights,
-    the gradients' all-reduce     all weights      reduce-scatter of all gradients
+    the gradients' all-reduces    all weights      reduce-scatter of all gradients
 
 --recompute none keeps all activations of a layer; full, the default, only its input, (b, s/P, h).
 Messages are as large as s/P tokens, and shrink with P; those of tp.py and sp_megatron.py are of all
-s. But weights, gradients and optimizer state do not shrink, unless --shard-weights leaves 1/P of
-them on each rank (ZeRO-3). Ranks divide heads as in tp.py: whole KV heads, or, with a multiple of
-their number, each KV head is sent to several ranks, which share its queries.
+s. But weights and gradients (and an optimizer's state) do not shrink, unless --shard-weights leaves
+1/P of them on each rank (ZeRO-3). Heads are divided as in tp.py: each rank has whole KV heads; or,
+if P is a multiple of the KV heads, each is sent to several ranks, which share its queries.
 
     torchrun --nproc_per_node=2 sp_ulysses.py --mode correctness
     torchrun --nproc_per_node=4 sp_ulysses.py --mode all --length 1001
@@ -86,9 +86,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 STRATEGY = "sp_ulysses"
 IGNORE = -100  # the label of a token that is no target: PyTorch's and Hugging Face's convention
-LOSS_CHUNK = 2048  # tokens whose logits, of the whole vocabulary, fill a rank's --loss chunk
+LOSS_CHUNK = 2048  # --loss chunked: a rank has at most this times the vocabulary logits at once
 
-# Copied from tp.py
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2")  # model_type
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 SIZES += ("num_key_value_heads", "vocab_size", "tie_word_embeddings")
@@ -115,19 +114,9 @@ class UsageError(Exception):
 # ---- 2. Communication: an all-to-all, whose backward is another ----------------------------------
 
 
-# Copied from tp.py
-def all_reduce(x, group, op=dist.ReduceOp.SUM):
-    """The sum (or max) of x over ranks; not in place, since autograd may still need x."""
-    if group.size() == 1:
-        return x
-    x = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(x, op, group=group)
-    return x
-
-
 class SeqAllToAll(torch.autograd.Function):
     """Of x's rows (dim 0) send[r] go to rank r, and receive[r] rows come from rank r. The backward
-    swaps the counts: a row's gradient returns to where the row came from. DeepSpeed's name."""
+    swaps the counts: a row's gradient returns to where the row came from. (DeepSpeed's name.)"""
 
     @staticmethod
     def forward(ctx, x, send, receive, group):
@@ -196,9 +185,9 @@ def head_range(config, rank, world):
 
 # Copied from tp.py
 def mark(tensor, shard=None, replicas=1, sum_over=None):
-    """Record on a tensor which shard (dim, start, end) of the full one it is (None: all of it), how
-    many ranks hold the same, and the group over which to sum its gradient (None: no sum).
-    sum_gradients() reads sum_over, the proof of section 5 the others."""
+    """Note on a tensor what others read there. Training: sum_over, the group over which to sum its
+    gradient (None: no sum). The proof: shard, which (dim, start, end) of the full tensor it is
+    (None: all of it), and replicas, how many ranks hold the same."""
     tensor.shard, tensor.replicas, tensor.sum_over = shard, replicas, sum_over
     return tensor
 
@@ -215,8 +204,8 @@ def ulysses_attention(stock, stand_in, group, module, query, key, value, mask, *
     query (b, heads, s/P, d), key and value (b, KV heads, s/P, d) -> (b, s/P, heads, d).
     """
     q_counts, kv_counts = head_counts(module.config, group.size())
-    # A KV head is repeated for each rank that needs it; repeat_interleave's backward sums
-    repeats = sum(kv_counts) // key.shape[1]
+    # A KV head is repeated for each rank that has it: repeat_interleave's backward sums over them
+    repeats = head_range(module.config, 0, group.size())[2]
     if repeats > 1:
         key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
     query = tokens_to_heads(query, q_counts, group)
@@ -228,7 +217,7 @@ def ulysses_attention(stock, stand_in, group, module, query, key, value, mask, *
 
 # Copied from sp_megatron.py
 def all_tokens_mask(stock, group, q_length, kv_length, **others):
-    """HF's mask function `stock`, for all tokens; HF calls it with the lengths s/P that it sees."""
+    """HF's mask function `stock`; HF calls it with lengths s/P, and gets the mask of all tokens."""
     return stock(q_length=q_length * group.size(), kv_length=kv_length * group.size(), **others)
 
 
@@ -237,10 +226,10 @@ def attend_with_ulysses(model, group, args):
     eager = sys.modules[type(model).__module__].eager_attention_forward
     stock = ALL_ATTENTION_FUNCTIONS.get_interface(args.attn_implementation, eager)
     mask = partial(all_tokens_mask, ALL_MASK_ATTENTION_FUNCTIONS[args.attn_implementation], group)
-    q_heads, kv_heads = (counts[group.rank()] for counts in head_counts(model.config, group.size()))
-    # HF's attention functions ask their module how many queries share a KV head (on a rank fewer,
-    # where KV heads are repeated), and its config for the kernel ("ulysses" is none): a stand-in
-    stand_in = SimpleNamespace(num_key_value_groups=q_heads // kv_heads, is_causal=True)
+    (q0, q1), (k0, k1), _ = head_range(model.config, group.rank(), group.size())
+    # HF's attention functions ask their module how many queries share a KV head, and its config for
+    # the kernel's name. Both differ here, so that they get another object in the module's place
+    stand_in = SimpleNamespace(num_key_value_groups=(q1 - q0) // (k1 - k0), is_causal=True)
     stand_in.config = SimpleNamespace(_attn_implementation=args.attn_implementation)
     stand_in.training = True
     attention = partial(ulysses_attention, stock, stand_in, group)
@@ -259,8 +248,8 @@ def recompute_layers(model):
 
 
 class UlyssesLlama(nn.Module):
-    """HF's decoder and head under HF's names. All use of weights is inside forward(), since
-    fully_shard (--shard-weights) gathers them when it begins, and frees them when it ends."""
+    """HF's decoder and head under HF's names. forward() does all, the loss too, since fully_shard
+    (--shard-weights) gathers what is in no layer when it begins, and frees it when it ends."""
 
     def __init__(self, model):
         super().__init__()
@@ -284,7 +273,8 @@ def parallelize(model, group, args):
         shard_weights(model, group, args)
     for parameter in model.parameters():
         if args.shard_weights:
-            # The proof gathers a DTensor on each rank. What fully_shard forgot has coverage P there
+            # full_tensor() gives each of P ranks all of a DTensor: P replicas. What fully_shard
+            # left whole counts as 1 on each rank, so that the proof finds P of it, and fails
             mark(parameter, replicas=group.size() if isinstance(parameter, DTensor) else 1)
         else:  # replicated; a rank's tokens give a part of the gradient
             mark(parameter, replicas=group.size(), sum_over=group if group.size() > 1 else None)
@@ -302,7 +292,7 @@ def shard_weights(model, group, args):
     for unit in (*model.model.layers, model):
         fully_shard(unit, mesh=mesh, reshard_after_forward=True)
         unit.set_gradient_divide_factor(1.0)  # a sum over ranks, as without sharding; not a mean
-        unit.set_force_sum_reduction_for_comms(True)  # a plain one, without a factor in it
+        unit.set_force_sum_reduction_for_comms(True)  # by a plain sum, which all backends have
 
 
 # ---- 4. Loss and step ----------------------------------------------------------------------------
@@ -326,19 +316,13 @@ def sum_of_losses(model, hidden, targets):
     return loss.masked_fill(targets == IGNORE, 0).sum()
 
 
-# Copied from sp_megatron.py
-def tokens_per_chunk(length, group, args):
-    """Tokens of each sequence on a rank in a chunk of the loss."""
-    return length if args.loss == "full" else max(1, LOSS_CHUNK // args.batch)
-
-
 def mean_loss(model, hidden, labels, group, args):
     """This rank's share of the mean loss over all targets, from its hidden (b, s/P, h)."""
-    chunk = tokens_per_chunk(hidden.shape[1], group, args)
+    chunk = hidden.shape[1] if args.loss == "full" else max(1, LOSS_CHUNK // args.batch)
     # The target of a token is the next one. Shifted before the split: a rank's last token predicts
     # the next rank's first
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
-    count = (targets != IGNORE).sum()  # of all ranks, which have unequally many
+    count = (targets != IGNORE).sum()  # over all ranks: one may have more than another
     targets = own_tokens(targets, group, IGNORE)
     total = 0
     for h, t in zip(hidden.split(chunk, 1), targets.split(chunk, 1)):
@@ -355,13 +339,12 @@ def final_hidden_states(model, ids, group):
     ids = own_tokens(ids, group, 0)  # padding comes last: no token before it attends to it
     size = ids.shape[1]
     first = group.rank() * size
-    positions = torch.arange(group.size() * size, device=ids.device)  # of all, for the mask
+    positions = torch.arange(group.size() * size, device=ids.device)[None]  # of all, for the mask
 
-    # longrope chooses its frequencies by the largest position: for it padding repeats the last. Not
-    # for the mask, where HF takes a repeated position for the start of a packed document
+    # Some rotary embeddings (longrope) choose frequencies by the largest position: they get all, of
+    # padding the last token's. The mask must not: to HF a repeated one begins a packed document
     def without_padding(rotary, args, kwargs):
-        hidden, positions = *args, *kwargs.values()
-        return (hidden, positions.clamp(max=last)), {}
+        return (args[0], positions.clamp(max=last)), {}  # hidden states, positions
 
     def own_rotations(rotary, args, out):  # cos and sin (1, s, d) -> (1, s/P, d)
         return tuple(x[:, first : first + size].clone() for x in out)  # a view would keep all
@@ -369,28 +352,31 @@ def final_hidden_states(model, ids, group):
     rotary = model.model.rotary_emb
     with rotary.register_forward_pre_hook(without_padding, with_kwargs=True):
         with rotary.register_forward_hook(own_rotations):
-            outputs = model.model(input_ids=ids, position_ids=positions[None], use_cache=False)
+            outputs = model.model(input_ids=ids, position_ids=positions, use_cache=False)
     return outputs.last_hidden_state
 
 
 def train_step(model, ids, labels, group, args, backward=True):
-    """Loss of ids (b, s), the same on every rank; after it every .grad is complete."""
+    """Loss of ids (b, s), the same on every rank. The backward completes .grad, which was None."""
     loss = model(ids, labels, group, args)
     if backward:
         loss.backward()
         sum_gradients(model)
-    return all_reduce(loss.detach(), group)
+    loss = loss.detach()
+    if group.size() > 1:
+        dist.all_reduce(loss, group=group)  # the ranks' shares
+    return loss
 
 
 # Copied from tp.py
 def sum_gradients(model):
     """Sum each gradient of which a rank has only a part, over the group that mark() noted."""
     for parameter in model.parameters():
-        if parameter.sum_over is not None:  # in place: no second gradient
+        if parameter.sum_over is not None:  # in place, without a copy
             dist.all_reduce(parameter.grad, group=parameter.sum_over)
 
 
-# The lesson ends here. What follows proves and measures it; section 4 has the script's own part.
+# The lesson ends here. What follows proves and measures it, first by what is this script's own.
 
 
 # Copied from tp.py
@@ -425,25 +411,25 @@ def expected_traffic(model, group, args):
     world, layers = group.size(), model.config.num_hidden_layers
     element = getattr(torch, args.dtype).itemsize
     q_counts, kv_counts = head_counts(model.config, world)
-    head_bytes = args.batch * math.ceil(args.length / world) * element  # of own tokens
-    head_bytes *= model.model.layers[0].self_attn.head_dim
+    head_dim = model.model.layers[0].self_attn.head_dim
+    head_bytes = args.batch * math.ceil(args.length / world) * head_dim * element  # of own tokens
     # The message of an all-to-all is its input. q, kv: all heads of own tokens; own_q, own_kv: own
     # heads of all tokens
     q, kv = sum(q_counts) * head_bytes, sum(kv_counts) * head_bytes
     own_q = q_counts[group.rank()] * world * head_bytes
     own_kv = kv_counts[group.rank()] * world * head_bytes
-    forward = "all_to_all", 4 * layers, layers * (q + 2 * kv + own_q)  # of q, k, v; of the output
+    there = layers * (q + 2 * kv + own_q)  # of q, k, v; of the output
     rows = [
-        ("forward", *forward),
+        ("forward", "all_to_all", 4 * layers, there),
         ("backward", "all_to_all", 4 * layers, layers * (own_q + 2 * own_kv + q)),  # gradients back
         ("forward", "all_reduce", 1, max(4, element)),  # the loss, in float32 or wider
     ]
     if args.recompute == "full":  # every layer's forward again, up to the MLP's last matrix product
-        rows += [("backward", *forward)]
+        rows += [("backward", "all_to_all", 4 * layers, there)]
     weights = list(model.parameters())
-    if args.shard_weights:  # a message for each layer, one for the rest; rows padded for P
-        rows_of = {p: math.ceil(len(p) / world) * world for p in weights}
-        size = sum(rows * p.numel() // len(p) for p, rows in rows_of.items()) * element
+    if args.shard_weights:  # a message for each layer, one for the rest; dim 0 padded for P
+        padded = {p: math.ceil(len(p) / world) * world for p in weights}
+        size = sum(n * p.numel() // len(p) for p, n in padded.items()) * element
         rows += [("forward", "all_gather", layers + 1, size)]
         rows += [("backward", "all_gather", layers + 1, size)]
         rows += [("backward", "reduce_scatter", layers + 1, size)]  # the gradients
@@ -454,23 +440,23 @@ def expected_traffic(model, group, args):
 
 
 OPTIONS = {"--shard-weights": {"action": "store_true", "help": "1/P of them on each rank (ZeRO-3)"}}
-OWN_MODES = {}  # of this script alone: {name: function like check_correctness()}
+OWN_MODES = {}  # of this script alone: {name: function(args, group) -> (summary, result)}
 
 
 def finalize_args(args, world):
     """The script's own defaults; UsageError where world ranks cannot do it."""
     args.batch = args.batch or 3
-    head_range(args.config, 0, world)  # raises
+    head_range(args.config, 0, world)  # raises where they cannot
     if args.shard_weights and world == 1:
         raise UsageError("--shard-weights needs another rank to share weights with; 2 would do")
 
 
 # Copied from tp.py
-# ---- 5. Proof: the same in tp.py, sp_megatron.py, sp_ulysses.py and pp.py ------------------------
+# ---- 5. Proof: from here on the same in tp.py, sp_megatron.py, sp_ulysses.py and pp.py -----------
 
 # Allowed relative errors. float64 is the proof; the others' rounding hides small mistakes
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bfloat16": 2e-1}
-IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ  # or no torchrun
+IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ  # or alone
 
 
 def print_table(rows):
@@ -513,14 +499,14 @@ def load_model(args):
         if args.source is None:
             with args.device:
                 return auto.from_config(config, **how).train()
-        how |= {"use_safetensors": True, "ignore_mismatched_sizes": True}  # refused below
+        how |= {"use_safetensors": True, "ignore_mismatched_sizes": True}  # named below
         how |= {"output_loading_info": True, "trust_remote_code": False}
-        model, report = auto.from_pretrained(config=config, **args.source, **how)
-    except torch.OutOfMemoryError:
+        model, loading = auto.from_pretrained(config=config, **args.source, **how)
+    except torch.OutOfMemoryError:  # oom_search.py's answer
         raise
     except Exception as problem:  # of many kinds
         raise UsageError(f"cannot load the model {args.model}: {problem!r}") from None
-    for kind, names in report.items():  # missing, unexpected or mismatched keys
+    for kind, names in loading.items():  # missing, unexpected or mismatched keys
         if names:
             first = f"{len(names)} {kind}, {min(map(str, names))}"
             raise UsageError(f"weights of {args.model} do not fit its config: {first}")
@@ -530,9 +516,9 @@ def load_model(args):
 def proof_batch(args, group, step=1):
     """ids and labels (b, s) of a step, such that an error is unlikely to cancel or hide.
 
-    Step 2 has other tokens and another length: stale state from step 1 makes it fail. Targets are
-    spread unevenly over sequences and tokens. Among inputs and targets are the padding token and
-    the first and last row of each rank's share of the vocabulary, where it is cut.
+    Step 2 has other tokens and another length, so that stale state from step 1 shows. Targets are
+    spread unevenly over sequences and tokens. Among inputs and, in a long sequence, targets are the
+    padding token and the first and last row of each rank's share of the vocabulary (tp.py's).
     """
     vocabulary, length = args.config.vocab_size, args.length
     if step == 2:
@@ -572,30 +558,30 @@ def take_steps(model, args, group, parallel):
     found = {}
     step_function = train_step if parallel else reference_step
 
-    def keep(step, kind, name, tensor, parameter=None):
-        marked = tensor if parameter is None else parameter
+    def keep(step, kind, name, tensor, marked):
         shard = getattr(marked, "shard", None)
         replicas = getattr(marked, "replicas", group.size())  # not marked: every rank has all of it
         tensor = torch.atleast_1d(full_tensor(tensor.detach()).to("cpu", copy=True))
         found[step, kind, name] = mark(tensor, shard, replicas)
 
     for name, p in model.named_parameters():  # before any step
-        keep(1, "weight", name, p)
+        keep(1, "weight", name, p, p)
     for step in (1, 2, 3) if args.dtype == "float64" else (1, 2):
         if step == 3:
             model.model.norm.register_forward_hook(lambda module, x, out: 512 * out)
         ids, labels = proof_batch(args, group, step)
         with torch.no_grad():
             logits = local_logits(model, ids, group, args) if parallel else model(ids).logits
-        if logits is not None:  # of a pipeline only the last stage has them
-            keep(step, "logits", "logits", logits)
+        if logits is not None:  # in pp.py only the last stage has them
+            keep(step, "logits", "logits", logits, logits)
         loss = step_function(model, ids, labels, group, args)
-        keep(step, "loss", "loss", loss)
-        for name, p in reversed(list(model.named_parameters())):  # as the backward reaches them
+        keep(step, "loss", "loss", loss, loss)
+        # In the backward's order: the first wrong gradient is the nearest to its cause
+        for name, p in reversed(list(model.named_parameters())):
             keep(step, "grad", name, p.grad, p)
-        grads = (p.grad.double() for p in model.parameters())
-        norm = grad_norm(model, group) if parallel else nn.utils.get_total_norm(grads)
-        keep(step, "grad_norm", "grad_norm", norm)
+        norms = (p.grad.double().norm() for p in model.parameters())
+        norm = grad_norm(model, group) if parallel else nn.utils.get_total_norm(norms)
+        keep(step, "grad_norm", "grad_norm", norm, norm)
         sgd(model, 0.05 * loss.item() / (norm.item() ** 2 or 1.0))  # about 5% less loss
     return found
 
@@ -623,8 +609,8 @@ def compare(found, expected, args, group):
     coverage = sum(gather_objects(coverage, group))
     rows = []
     for i, (step, kind, name) in enumerate(expected):
-        # Relative to the tensor's norm, but at least to 1/1000 of the norm of all tensors of its
-        # kind, since some gradients are zero but for rounding; in float32 and bfloat16 to all of it
+        # Relative to the tensor's norm. Some gradients are zero but for rounding: so at least to a
+        # thousandth (float64) or all (else) of the norm of all of its kind. Here norms are squared
         least = of_kind[step, kind] * (1e-6 if args.dtype == "float64" else 1)
         error = math.sqrt(by_rank[:, i].sum() / (max(squares[i], least) or 1.0))
         row = {"name": name, "kind": kind, "step": step, "rank": by_rank[:, i].argmax().item()}
@@ -681,8 +667,8 @@ def check_learning(args, group):
 
 
 class Meter(TorchDispatchMode):
-    """Sees every operation: counts messages and their bytes (the full tensor's; of an all-to-all
-    the rank's own input), and the peak of the bytes of all tensors alive."""
+    """Sees every operation: counts messages and their bytes, and the peak of the bytes of all
+    tensors alive (for CPUs). A message has the full tensor's bytes; an all-to-all, its input's."""
 
     OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 
@@ -691,17 +677,17 @@ class Meter(TorchDispatchMode):
         self.calls = Counter()
         self.bytes = Counter()
         self.peak = 0
-        # PyTorch keeps a storage's Python object as long as the storage, which its tensors keep
+        # A storage's Python object lives as long as the storage: freed ones disappear from here
         self.alive = weakref.WeakValueDictionary()
         self.see(gc.get_objects())  # what exists already
 
     def see(self, values):
-        """Note the storages of the tensors among values; returns these. A DTensor has no data."""
+        """Returns the tensors among values, and notes their storages. A DTensor has none itself."""
         tensors = [x for x in values if type(x) in (torch.Tensor, nn.Parameter)]
         for storage in (x.untyped_storage() for x in tensors):
             if storage._cdata not in self.alive:
                 self.alive[storage._cdata] = storage
-                # Sizes anew: fully_shard empties and fills storages in place
+                # Summed anew, since fully_shard empties and fills storages in place
                 self.peak = max(self.peak, sum(x.nbytes() for x in self.alive.values()))
         return tensors
 
@@ -711,7 +697,7 @@ class Meter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         inputs = self.see(tree_leaves(args))
         outputs = self.see(tree_leaves(out))
-        name = func._opname.replace("_", "")  # of allreduce_, _allgather_base_, all_reduce
+        name = func._opname.replace("_", "")  # allreduce_, _allgather_base_, all_reduce
         for op in self.OPS:
             if "c10d" in func.namespace and name.startswith(op.replace("_", "")):
                 # all_to_all(out, in); of the others the larger tensor is the full one
@@ -740,10 +726,11 @@ def compare_traffic(forward, step, expected):
 
 
 def check_benchmark(args, group):
-    """Time, peak memory and messages of a step; the messages must be as expected, to the byte."""
+    """Time, peak memory and messages of forward and backward; messages as expected, to the byte."""
     model = parallelize(load_model(args), group, args)
     batch = proof_batch(args, group)
-    accelerator, cuda = torch.get_device_module(args.device), args.device.type == "cuda"
+    accelerator = torch.get_device_module(args.device)
+    cuda = args.device.type == "cuda"
 
     def step(backward=True):
         train_step(model, *batch, group, args, backward)
@@ -760,13 +747,13 @@ def check_benchmark(args, group):
     traffic = compare_traffic(forward, both, expected_traffic(model, group, args))
     right = gather_objects(all(row["passed"] for row in traffic), group)
     result = {"passed": all(right), "peak_memory_bytes": peaks, "traffic": traffic}
-    for name in ("forward_s", "forward_backward_s"):
+    for name, backward in ("forward_s", False), ("forward_backward_s", True):
         times = []
         for _ in range(args.bench_iters):
             accelerator.synchronize()
             gather_objects(None, group)  # the ranks begin together
             begin = time.perf_counter()
-            step(backward=name == "forward_backward_s")
+            step(backward)
             accelerator.synchronize()
             times.append(max(gather_objects(time.perf_counter() - begin, group)))  # the slowest
         result[name] = {"median": statistics.median(times), "min": min(times), "max": max(times)}
@@ -779,7 +766,7 @@ def check_benchmark(args, group):
     result["tokens_per_s"] = args.batch * args.length / result["forward_backward_s"]["median"]
     summary = f"{result['tokens_per_s']:.0f} tokens per second; messages as expected_traffic() says"
     if not all(right):
-        summary = f"not as expected_traffic() says on rank {ranks[right.index(False)]}"
+        summary = f"messages not as expected_traffic() says on rank {ranks[right.index(False)]}"
     return summary, result
 
 
@@ -794,7 +781,7 @@ def find_model(name):
         family, *sizes = PRESETS[name]
         sizes = dict(zip(SIZES, sizes), max_position_embeddings=1 << 20, pad_token_id=2)
         sizes["sliding_window"] = None  # as Mistral 7B has it since v0.2
-        spread = 0.8 / math.sqrt(sizes["hidden_size"])  # with HF's 0.02 attention is uniform
+        spread = 0.8 / math.sqrt(sizes["hidden_size"])  # HF's 0.02 hides errors of attention
         return transformers.AutoConfig.for_model(family, **sizes, initializer_range=spread), None
     path = Path(name)
     source = {"pretrained_model_name_or_path": name}
@@ -810,8 +797,9 @@ def find_model(name):
     except Exception as problem:  # of many kinds
         raise UsageError(f"cannot read the model {name}: {problem!r}") from None
     if config is None:
-        others = "scale logits (granite, gemma), fuse matrices (phi3, glm), have experts (lab 12)"
-        would = f"{', '.join(FAMILIES)} would do; others {others} or are not proved"
+        others = "scale logits (granite, gemma), fuse matrices (phi3, glm), have experts (lab 12), "
+        others += "norm all heads together (olmo2: for sp_ulysses.py and pp.py) or are not proved"
+        would = f"{', '.join(FAMILIES)} would do; others {others}"
         raise UsageError(f"{name} is a model of type {family}; {would}")
     if "quantization_config" in entries or (path / "adapter_config.json").exists():
         raise UsageError(f"{name} is quantized or has an adapter; plain weights would do")
@@ -830,8 +818,8 @@ def parse(argv):
     add("--model", default="tiny", help=f"{', '.join(PRESETS)}, a hub id, directory or .gguf file")
     add("--length", type=int, default=256, help="tokens per sequence (256)")
     add("--batch", type=int, help="sequences (3; pp.py: as many as microbatches)")
-    add("--dtype", choices=list(LIMIT), help="float64, which proves; for benchmark float32")
-    add("--attn", choices=["sdpa", "eager", "flash"], default="sdpa", help="PyTorch's sdpa")
+    add("--dtype", choices=list(LIMIT), help="float64, which proves; benchmark: float32")
+    add("--attn", choices=["sdpa", "eager", "flash"], default="sdpa", help="HF's functions (sdpa)")
     add("--loss", choices=["chunked", "full"], default="chunked", help="full: all logits at once")
     add("--recompute", choices=["full", "none"], default="full", help="full: keep layers' inputs")
     add("--backend", choices=["auto", "gloo", "nccl", "fake"], default="auto", help="fake: alone")
@@ -857,7 +845,7 @@ def start(args):
     """Choose the device, read the model's config, join the other ranks; returns their group."""
     torchrun = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     given = [name for name in torchrun if name in os.environ]
-    if len(given) not in (0, 4) and args.backend != "fake":  # fake: RANK, WORLD_SIZE, by hand
+    if len(given) not in (0, 4) and args.backend != "fake":  # with fake some are set by hand
         raise UsageError(f"of {', '.join(torchrun)} only {', '.join(given)} set; all would do")
     rank, world, local_rank, local_world = (int(os.environ.get(k, n)) for k, n in torchrun.items())
     gpus = torch.cuda.device_count()
@@ -872,12 +860,10 @@ def start(args):
     args.attn_implementation = "flash_attention_2" if args.attn == "flash" else args.attn
     args.config, args.source = find_model(args.model)
     finalize_args(args, world)
-    store = dist.HashStore()  # where ranks find each other: here only one
+    store = None if given and args.backend != "fake" else dist.HashStore()  # None: torchrun's
     if args.backend == "fake":
         print(f"rank {rank} of {world} with silent peers: times exclude communication")
-    elif given:
-        store = None  # torchrun's
-    else:
+    elif not given:
         print(f"1 process; for more ranks: torchrun --nproc_per_node=2 {' '.join(sys.argv)}")
     backend = "cpu:gloo,cuda:nccl" if args.backend == "nccl" else args.backend
     timeout = datetime.timedelta(seconds=args.timeout)
@@ -887,10 +873,9 @@ def start(args):
 
 def run(args, group):
     """Run the modes asked for, write --json; returns whether all passed."""
-    versions = {module.__name__: module.__version__ for module in (torch, transformers)}
     results = {"script": Path(__file__).name, "strategy": STRATEGY, "device": args.device.type}
-    versions["python"] = sys.version.split()[0]
-    results |= {"versions": versions, "world_size": group.size()}
+    results |= {"world_size": group.size(), "versions": {"python": sys.version.split()[0]}}
+    results["versions"] |= {module.__name__: module.__version__ for module in (torch, transformers)}
     results |= {k: v for k, v in vars(args).items() if isinstance(v, str | int | None)}
     dtype = args.dtype
     modes = list(MODES) if args.mode == "all" else [args.mode]
@@ -906,7 +891,7 @@ def run(args, group):
     results["dtype"] = results[modes[0]]["dtype"]
     if args.json and IS_RANK0:
         Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
-    gather_objects(None, group)  # a rank that fails would end rank 0 before it has written
+    gather_objects(None, group)  # rank 0 has written; torchrun ends all when one fails
     return all(results[mode]["passed"] for mode in modes)
 
 

@@ -72,9 +72,9 @@ from torch.utils.checkpoint import checkpoint
 
 STRATEGY = "tp"
 IGNORE = -100  # the label of a token that is no target: PyTorch's and Hugging Face's convention
-LOSS_CHUNK = 2048  # tokens whose logits, of the whole vocabulary, fill a rank's --loss chunk
+LOSS_CHUNK = 2048  # --loss chunked: a rank has at most this times the vocabulary logits at once
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2")  # model_type
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")  # model_type
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 SIZES += ("num_key_value_heads", "vocab_size", "tie_word_embeddings")
 PRESETS = {  # with random weights: the model_type, then SIZES
@@ -168,9 +168,9 @@ def head_range(config, rank, world):
 
 
 def mark(tensor, shard=None, replicas=1, sum_over=None):
-    """Record on a tensor which shard (dim, start, end) of the full one it is (None: all of it), how
-    many ranks hold the same, and the group over which to sum its gradient (None: no sum).
-    sum_gradients() reads sum_over, the proof of section 5 the others."""
+    """Note on a tensor what others read there. Training: sum_over, the group over which to sum its
+    gradient (None: no sum). The proof: shard, which (dim, start, end) of the full tensor it is
+    (None: all of it), and replicas, how many ranks hold the same."""
     tensor.shard, tensor.replicas, tensor.sum_over = shard, replicas, sum_over
     return tensor
 
@@ -217,9 +217,9 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.group, self.start, self.end = group, start, end
         self.weight = make_shard(embedding.weight, 0, start, end)
-        self.padding_idx = None  # HF gives the padding token's row no gradient
+        self.padding_idx = None
         if embedding.padding_idx is not None and start <= embedding.padding_idx < end:
-            self.padding_idx = embedding.padding_idx - start
+            self.padding_idx = embedding.padding_idx - start  # its row gets no gradient, as in HF
 
     def forward(self, ids):  # (b, s) -> (b, s, h)
         elsewhere = (ids < self.start) | (ids >= self.end)
@@ -250,7 +250,7 @@ def parallelize(model, group, args):
         recompute_layers(model)
     config, rank, world = model.config, group.rank(), group.size()
     for name, parameter in model.named_parameters():
-        if "q_norm" in name or "k_norm" in name:  # Qwen3's, for each head: a rank's give a part
+        if "q_norm" in name or "k_norm" in name:  # Qwen3's: a rank gets its own heads' part
             mark(parameter, replicas=world, sum_over=group if world > 1 else None)
         elif "norm" in name:  # replicated, and every rank computes the full gradient
             mark(parameter, replicas=world)
@@ -259,16 +259,16 @@ def parallelize(model, group, args):
     (q0, q1), (k0, k1), replicas = head_range(config, rank, world)
     i0, i1 = split(config.intermediate_size, rank, world)
     v0, v1 = split(config.vocab_size, rank, world)
-    kv_marks = {"replicas": replicas, "sum_over": None}
-    if replicas > 1:  # each has other queries of the KV head, so a part of its gradient
+    kv_sum = None
+    if replicas > 1:  # ranks with one KV head have other queries of it: parts of its gradient
         timeout = datetime.timedelta(seconds=args.timeout)
-        kv_marks["sum_over"], _ = dist.new_subgroups(replicas, group=group, timeout=timeout)
+        kv_sum, _ = dist.new_subgroups(replicas, group=group, timeout=timeout)
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         d = attention.head_dim
         attention.q_proj = ColumnParallelLinear(attention.q_proj, q0 * d, q1 * d)
-        attention.k_proj = ColumnParallelLinear(attention.k_proj, k0 * d, k1 * d, **kv_marks)
-        attention.v_proj = ColumnParallelLinear(attention.v_proj, k0 * d, k1 * d, **kv_marks)
+        attention.k_proj = ColumnParallelLinear(attention.k_proj, k0 * d, k1 * d, replicas, kv_sum)
+        attention.v_proj = ColumnParallelLinear(attention.v_proj, k0 * d, k1 * d, replicas, kv_sum)
         attention.o_proj = RowParallelLinear(attention.o_proj, q0 * d, q1 * d, group)
         attention.num_key_value_groups = (q1 - q0) // (k1 - k0)  # for HF's repeat_kv
         mlp.gate_proj = ColumnParallelLinear(mlp.gate_proj, i0, i1)
@@ -285,7 +285,7 @@ def parallelize(model, group, args):
 
 
 def parallelize_dtensor(model, group):
-    """The same by PyTorch's parallelize_module; for whole heads and even shares only.
+    """The same by PyTorch's parallelize_module, where P divides KV heads, features and vocabulary.
 
     Each column parallel linear has an f of its own: 5 all-reduces per layer in the backward.
     """
@@ -305,8 +305,8 @@ def parallelize_dtensor(model, group):
     if tied:  # parallelize_module makes two parameters of one
         model.lm_head.weight = model.model.embed_tokens.weight
     for name, parameter in model.named_parameters():
-        # The proof gathers a DTensor on each rank: P replicas. A matrix that the plan forgot or
-        # replicated is marked as one, and the proof finds P
+        # full_tensor() gives each of P ranks all of a DTensor: P replicas. A matrix that the plan
+        # left whole counts as 1 on each rank, so that the proof finds P of it, and fails
         sharded = isinstance(parameter, DTensor) and parameter.placements[0].is_shard()
         if "norm" not in name:
             mark(parameter, replicas=group.size() if sharded or name.endswith("bias") else 1)
@@ -333,7 +333,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         target_logit = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0)
         both = torch.stack([target_logit, shifted.exp_().sum(-1)])
         target_logit, sum_exp = all_reduce(both, group)
-        # Not peak + log(sum_exp): its rounding exceeds 1 - softmax of a confident prediction
+        # Not one peak + log(sum_exp): its rounding swamps 1 - softmax where softmax is almost 1
         ctx.save_for_backward(logits, column, elsewhere, peak, sum_exp)
         return sum_exp.log() - target_logit
 
@@ -346,8 +346,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def sum_of_losses(model, hidden, targets, group):
-    """Sum of the losses of c tokens of each sequence, a chunk: hidden (b, c, h), targets (b, c). A
-    token whose target is IGNORE adds none."""
+    """Sum of the losses of one chunk, c tokens of each sequence: hidden (b, c, h), targets (b, c).
+    A token whose target is IGNORE adds none."""
     logits = model.lm_head(hidden).flatten(0, 1)  # (b c, v/P)
     start, _ = split(model.config.vocab_size, group.rank(), group.size())
     loss = VocabParallelCrossEntropy.apply(logits, targets.flatten(), start, group)
@@ -355,7 +355,7 @@ def sum_of_losses(model, hidden, targets, group):
 
 
 def tokens_per_chunk(length, group, args):
-    """Tokens of each sequence in a chunk. Of a token a rank has v/P logits: P * LOSS_CHUNK fit."""
+    """Tokens of each sequence in a chunk: batch * chunk * v/P logits are at most LOSS_CHUNK * v."""
     return length if args.loss == "full" else max(1, LOSS_CHUNK * group.size() // args.batch)
 
 
@@ -380,7 +380,7 @@ def final_hidden_states(model, ids, group):
 
 
 def train_step(model, ids, labels, group, args, backward=True):
-    """Loss of ids (b, s), the same on every rank; after it every .grad is complete."""
+    """Loss of ids (b, s), the same on every rank. The backward completes .grad, which was None."""
     loss = mean_loss(model, final_hidden_states(model, ids, group), labels, group, args)
     if backward:
         loss.backward()
@@ -391,11 +391,11 @@ def train_step(model, ids, labels, group, args, backward=True):
 def sum_gradients(model):
     """Sum each gradient of which a rank has only a part, over the group that mark() noted."""
     for parameter in model.parameters():
-        if parameter.sum_over is not None:  # in place: no second gradient
+        if parameter.sum_over is not None:  # in place, without a copy
             dist.all_reduce(parameter.grad, group=parameter.sum_over)
 
 
-# The lesson ends here. What follows proves and measures it; section 4 has the script's own part.
+# The lesson ends here. What follows proves and measures it, first by what is this script's own.
 
 
 def full_tensor(tensor):
@@ -424,8 +424,9 @@ def expected_traffic(model, group, args):
         return []
     layers = model.config.num_hidden_layers
     element = getattr(torch, args.dtype).itemsize
-    hidden = args.batch * args.length * model.config.hidden_size * element  # bytes of (b, s, h)
-    numbers = args.batch * args.length * max(4, element)  # of (b, s): one a token, in float32
+    tokens = args.batch * args.length
+    hidden = tokens * model.config.hidden_size * element  # bytes of (b, s, h)
+    numbers = tokens * max(4, element)  # of (b, s): one number a token, in float32 or wider
     chunks = math.ceil(args.length / tokens_per_chunk(args.length, group, args))
     leave = 2 * layers  # g of each attention and MLP
     enter = 5 * layers if args.dtensor else 2 * layers  # f; DTensor's, of each linear
@@ -441,7 +442,8 @@ def expected_traffic(model, group, args):
         rows += [("backward", "all_reduce", layers, layers * hidden)]
     _, _, replicas = head_range(model.config, group.rank(), group.size())
     summed = ["q_norm", "k_norm"]  # Qwen3's, of one head: a rank's heads give a part
-    summed += ["k_proj", "v_proj"] if replicas > 1 else []  # of replicated KV heads
+    if replicas > 1:
+        summed += ["k_proj", "v_proj"]  # of replicated KV heads
     for name, parameter in model.named_parameters():
         if any(word in name for word in summed):
             rows += [("backward", "all_reduce", 1, parameter.nbytes)]
@@ -449,29 +451,26 @@ def expected_traffic(model, group, args):
 
 
 OPTIONS = {"--dtensor": {"action": "store_true", "help": "PyTorch's parallelize_module instead"}}
-OWN_MODES = {}  # of this script alone: {name: function like check_correctness()}
+OWN_MODES = {}  # of this script alone: {name: function(args, group) -> (summary, result)}
 
 
 def finalize_args(args, world):
     """The script's own defaults; UsageError where world ranks cannot do it."""
     args.batch = args.batch or 3
-    head_range(args.config, 0, world)  # raises
-    if args.config.model_type == "olmo2":
-        problem = "OLMo 2's q_norm and k_norm run over all heads, of which a rank has some"
-        raise UsageError(f"{problem}; sp_ulysses.py and pp.py take it, and lab 5 has a plan for it")
+    head_range(args.config, 0, world)  # raises where they cannot
     if world > args.config.vocab_size:
-        raise UsageError(f"{world} ranks for {args.config.vocab_size} words; as many would do")
+        raise UsageError(f"{world} ranks; {args.config.vocab_size}, the vocabulary, would do")
     sizes = [args.config.num_key_value_heads, args.config.intermediate_size, args.config.vocab_size]
     if args.dtensor and any(size % world for size in sizes):
         problem = f"{world} ranks do not divide KV heads, intermediate size and vocabulary {sizes}"
         raise UsageError(f"--dtensor: {problem}; {math.gcd(*sizes)} would, or no --dtensor")
 
 
-# ---- 5. Proof: the same in tp.py, sp_megatron.py, sp_ulysses.py and pp.py ------------------------
+# ---- 5. Proof: from here on the same in tp.py, sp_megatron.py, sp_ulysses.py and pp.py -----------
 
 # Allowed relative errors. float64 is the proof; the others' rounding hides small mistakes
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bfloat16": 2e-1}
-IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ  # or no torchrun
+IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ  # or alone
 
 
 def print_table(rows):
@@ -514,14 +513,14 @@ def load_model(args):
         if args.source is None:
             with args.device:
                 return auto.from_config(config, **how).train()
-        how |= {"use_safetensors": True, "ignore_mismatched_sizes": True}  # refused below
+        how |= {"use_safetensors": True, "ignore_mismatched_sizes": True}  # named below
         how |= {"output_loading_info": True, "trust_remote_code": False}
-        model, report = auto.from_pretrained(config=config, **args.source, **how)
-    except torch.OutOfMemoryError:
+        model, loading = auto.from_pretrained(config=config, **args.source, **how)
+    except torch.OutOfMemoryError:  # oom_search.py's answer
         raise
     except Exception as problem:  # of many kinds
         raise UsageError(f"cannot load the model {args.model}: {problem!r}") from None
-    for kind, names in report.items():  # missing, unexpected or mismatched keys
+    for kind, names in loading.items():  # missing, unexpected or mismatched keys
         if names:
             first = f"{len(names)} {kind}, {min(map(str, names))}"
             raise UsageError(f"weights of {args.model} do not fit its config: {first}")
@@ -531,9 +530,9 @@ def load_model(args):
 def proof_batch(args, group, step=1):
     """ids and labels (b, s) of a step, such that an error is unlikely to cancel or hide.
 
-    Step 2 has other tokens and another length: stale state from step 1 makes it fail. Targets are
-    spread unevenly over sequences and tokens. Among inputs and targets are the padding token and
-    the first and last row of each rank's share of the vocabulary, where it is cut.
+    Step 2 has other tokens and another length, so that stale state from step 1 shows. Targets are
+    spread unevenly over sequences and tokens. Among inputs and, in a long sequence, targets are the
+    padding token and the first and last row of each rank's share of the vocabulary (tp.py's).
     """
     vocabulary, length = args.config.vocab_size, args.length
     if step == 2:
@@ -573,30 +572,30 @@ def take_steps(model, args, group, parallel):
     found = {}
     step_function = train_step if parallel else reference_step
 
-    def keep(step, kind, name, tensor, parameter=None):
-        marked = tensor if parameter is None else parameter
+    def keep(step, kind, name, tensor, marked):
         shard = getattr(marked, "shard", None)
         replicas = getattr(marked, "replicas", group.size())  # not marked: every rank has all of it
         tensor = torch.atleast_1d(full_tensor(tensor.detach()).to("cpu", copy=True))
         found[step, kind, name] = mark(tensor, shard, replicas)
 
     for name, p in model.named_parameters():  # before any step
-        keep(1, "weight", name, p)
+        keep(1, "weight", name, p, p)
     for step in (1, 2, 3) if args.dtype == "float64" else (1, 2):
         if step == 3:
             model.model.norm.register_forward_hook(lambda module, x, out: 512 * out)
         ids, labels = proof_batch(args, group, step)
         with torch.no_grad():
             logits = local_logits(model, ids, group, args) if parallel else model(ids).logits
-        if logits is not None:  # of a pipeline only the last stage has them
-            keep(step, "logits", "logits", logits)
+        if logits is not None:  # in pp.py only the last stage has them
+            keep(step, "logits", "logits", logits, logits)
         loss = step_function(model, ids, labels, group, args)
-        keep(step, "loss", "loss", loss)
-        for name, p in reversed(list(model.named_parameters())):  # as the backward reaches them
+        keep(step, "loss", "loss", loss, loss)
+        # In the backward's order: the first wrong gradient is the nearest to its cause
+        for name, p in reversed(list(model.named_parameters())):
             keep(step, "grad", name, p.grad, p)
-        grads = (p.grad.double() for p in model.parameters())
-        norm = grad_norm(model, group) if parallel else nn.utils.get_total_norm(grads)
-        keep(step, "grad_norm", "grad_norm", norm)
+        norms = (p.grad.double().norm() for p in model.parameters())
+        norm = grad_norm(model, group) if parallel else nn.utils.get_total_norm(norms)
+        keep(step, "grad_norm", "grad_norm", norm, norm)
         sgd(model, 0.05 * loss.item() / (norm.item() ** 2 or 1.0))  # about 5% less loss
     return found
 
@@ -624,8 +623,8 @@ def compare(found, expected, args, group):
     coverage = sum(gather_objects(coverage, group))
     rows = []
     for i, (step, kind, name) in enumerate(expected):
-        # Relative to the tensor's norm, but at least to 1/1000 of the norm of all tensors of its
-        # kind, since some gradients are zero but for rounding; in float32 and bfloat16 to all of it
+        # Relative to the tensor's norm. Some gradients are zero but for rounding: so at least to a
+        # thousandth (float64) or all (else) of the norm of all of its kind. Here norms are squared
         least = of_kind[step, kind] * (1e-6 if args.dtype == "float64" else 1)
         error = math.sqrt(by_rank[:, i].sum() / (max(squares[i], least) or 1.0))
         row = {"name": name, "kind": kind, "step": step, "rank": by_rank[:, i].argmax().item()}
@@ -682,8 +681,8 @@ def check_learning(args, group):
 
 
 class Meter(TorchDispatchMode):
-    """Sees every operation: counts messages and their bytes (the full tensor's; of an all-to-all
-    the rank's own input), and the peak of the bytes of all tensors alive."""
+    """Sees every operation: counts messages and their bytes, and the peak of the bytes of all
+    tensors alive (for CPUs). A message has the full tensor's bytes; an all-to-all, its input's."""
 
     OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 
@@ -692,17 +691,17 @@ class Meter(TorchDispatchMode):
         self.calls = Counter()
         self.bytes = Counter()
         self.peak = 0
-        # PyTorch keeps a storage's Python object as long as the storage, which its tensors keep
+        # A storage's Python object lives as long as the storage: freed ones disappear from here
         self.alive = weakref.WeakValueDictionary()
         self.see(gc.get_objects())  # what exists already
 
     def see(self, values):
-        """Note the storages of the tensors among values; returns these. A DTensor has no data."""
+        """Returns the tensors among values, and notes their storages. A DTensor has none itself."""
         tensors = [x for x in values if type(x) in (torch.Tensor, nn.Parameter)]
         for storage in (x.untyped_storage() for x in tensors):
             if storage._cdata not in self.alive:
                 self.alive[storage._cdata] = storage
-                # Sizes anew: fully_shard empties and fills storages in place
+                # Summed anew, since fully_shard empties and fills storages in place
                 self.peak = max(self.peak, sum(x.nbytes() for x in self.alive.values()))
         return tensors
 
@@ -712,7 +711,7 @@ class Meter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         inputs = self.see(tree_leaves(args))
         outputs = self.see(tree_leaves(out))
-        name = func._opname.replace("_", "")  # of allreduce_, _allgather_base_, all_reduce
+        name = func._opname.replace("_", "")  # allreduce_, _allgather_base_, all_reduce
         for op in self.OPS:
             if "c10d" in func.namespace and name.startswith(op.replace("_", "")):
                 # all_to_all(out, in); of the others the larger tensor is the full one
@@ -741,10 +740,11 @@ def compare_traffic(forward, step, expected):
 
 
 def check_benchmark(args, group):
-    """Time, peak memory and messages of a step; the messages must be as expected, to the byte."""
+    """Time, peak memory and messages of forward and backward; messages as expected, to the byte."""
     model = parallelize(load_model(args), group, args)
     batch = proof_batch(args, group)
-    accelerator, cuda = torch.get_device_module(args.device), args.device.type == "cuda"
+    accelerator = torch.get_device_module(args.device)
+    cuda = args.device.type == "cuda"
 
     def step(backward=True):
         train_step(model, *batch, group, args, backward)
@@ -761,13 +761,13 @@ def check_benchmark(args, group):
     traffic = compare_traffic(forward, both, expected_traffic(model, group, args))
     right = gather_objects(all(row["passed"] for row in traffic), group)
     result = {"passed": all(right), "peak_memory_bytes": peaks, "traffic": traffic}
-    for name in ("forward_s", "forward_backward_s"):
+    for name, backward in ("forward_s", False), ("forward_backward_s", True):
         times = []
         for _ in range(args.bench_iters):
             accelerator.synchronize()
             gather_objects(None, group)  # the ranks begin together
             begin = time.perf_counter()
-            step(backward=name == "forward_backward_s")
+            step(backward)
             accelerator.synchronize()
             times.append(max(gather_objects(time.perf_counter() - begin, group)))  # the slowest
         result[name] = {"median": statistics.median(times), "min": min(times), "max": max(times)}
@@ -780,7 +780,7 @@ def check_benchmark(args, group):
     result["tokens_per_s"] = args.batch * args.length / result["forward_backward_s"]["median"]
     summary = f"{result['tokens_per_s']:.0f} tokens per second; messages as expected_traffic() says"
     if not all(right):
-        summary = f"not as expected_traffic() says on rank {ranks[right.index(False)]}"
+        summary = f"messages not as expected_traffic() says on rank {ranks[right.index(False)]}"
     return summary, result
 
 
@@ -795,7 +795,7 @@ def find_model(name):
         family, *sizes = PRESETS[name]
         sizes = dict(zip(SIZES, sizes), max_position_embeddings=1 << 20, pad_token_id=2)
         sizes["sliding_window"] = None  # as Mistral 7B has it since v0.2
-        spread = 0.8 / math.sqrt(sizes["hidden_size"])  # with HF's 0.02 attention is uniform
+        spread = 0.8 / math.sqrt(sizes["hidden_size"])  # HF's 0.02 hides errors of attention
         return transformers.AutoConfig.for_model(family, **sizes, initializer_range=spread), None
     path = Path(name)
     source = {"pretrained_model_name_or_path": name}
@@ -811,8 +811,9 @@ def find_model(name):
     except Exception as problem:  # of many kinds
         raise UsageError(f"cannot read the model {name}: {problem!r}") from None
     if config is None:
-        others = "scale logits (granite, gemma), fuse matrices (phi3, glm), have experts (lab 12)"
-        would = f"{', '.join(FAMILIES)} would do; others {others} or are not proved"
+        others = "scale logits (granite, gemma), fuse matrices (phi3, glm), have experts (lab 12), "
+        others += "norm all heads together (olmo2: for sp_ulysses.py and pp.py) or are not proved"
+        would = f"{', '.join(FAMILIES)} would do; others {others}"
         raise UsageError(f"{name} is a model of type {family}; {would}")
     if "quantization_config" in entries or (path / "adapter_config.json").exists():
         raise UsageError(f"{name} is quantized or has an adapter; plain weights would do")
@@ -831,8 +832,8 @@ def parse(argv):
     add("--model", default="tiny", help=f"{', '.join(PRESETS)}, a hub id, directory or .gguf file")
     add("--length", type=int, default=256, help="tokens per sequence (256)")
     add("--batch", type=int, help="sequences (3; pp.py: as many as microbatches)")
-    add("--dtype", choices=list(LIMIT), help="float64, which proves; for benchmark float32")
-    add("--attn", choices=["sdpa", "eager", "flash"], default="sdpa", help="PyTorch's sdpa")
+    add("--dtype", choices=list(LIMIT), help="float64, which proves; benchmark: float32")
+    add("--attn", choices=["sdpa", "eager", "flash"], default="sdpa", help="HF's functions (sdpa)")
     add("--loss", choices=["chunked", "full"], default="chunked", help="full: all logits at once")
     add("--recompute", choices=["full", "none"], default="full", help="full: keep layers' inputs")
     add("--backend", choices=["auto", "gloo", "nccl", "fake"], default="auto", help="fake: alone")
@@ -858,7 +859,7 @@ def start(args):
     """Choose the device, read the model's config, join the other ranks; returns their group."""
     torchrun = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     given = [name for name in torchrun if name in os.environ]
-    if len(given) not in (0, 4) and args.backend != "fake":  # fake: RANK, WORLD_SIZE, by hand
+    if len(given) not in (0, 4) and args.backend != "fake":  # with fake some are set by hand
         raise UsageError(f"of {', '.join(torchrun)} only {', '.join(given)} set; all would do")
     rank, world, local_rank, local_world = (int(os.environ.get(k, n)) for k, n in torchrun.items())
     gpus = torch.cuda.device_count()
@@ -873,12 +874,10 @@ def start(args):
     args.attn_implementation = "flash_attention_2" if args.attn == "flash" else args.attn
     args.config, args.source = find_model(args.model)
     finalize_args(args, world)
-    store = dist.HashStore()  # where ranks find each other: here only one
+    store = None if given and args.backend != "fake" else dist.HashStore()  # None: torchrun's
     if args.backend == "fake":
         print(f"rank {rank} of {world} with silent peers: times exclude communication")
-    elif given:
-        store = None  # torchrun's
-    else:
+    elif not given:
         print(f"1 process; for more ranks: torchrun --nproc_per_node=2 {' '.join(sys.argv)}")
     backend = "cpu:gloo,cuda:nccl" if args.backend == "nccl" else args.backend
     timeout = datetime.timedelta(seconds=args.timeout)
@@ -888,10 +887,9 @@ def start(args):
 
 def run(args, group):
     """Run the modes asked for, write --json; returns whether all passed."""
-    versions = {module.__name__: module.__version__ for module in (torch, transformers)}
     results = {"script": Path(__file__).name, "strategy": STRATEGY, "device": args.device.type}
-    versions["python"] = sys.version.split()[0]
-    results |= {"versions": versions, "world_size": group.size()}
+    results |= {"world_size": group.size(), "versions": {"python": sys.version.split()[0]}}
+    results["versions"] |= {module.__name__: module.__version__ for module in (torch, transformers)}
     results |= {k: v for k, v in vars(args).items() if isinstance(v, str | int | None)}
     dtype = args.dtype
     modes = list(MODES) if args.mode == "all" else [args.mode]
@@ -907,7 +905,7 @@ def run(args, group):
     results["dtype"] = results[modes[0]]["dtype"]
     if args.json and IS_RANK0:
         Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
-    gather_objects(None, group)  # a rank that fails would end rank 0 before it has written
+    gather_objects(None, group)  # rank 0 has written; torchrun ends all when one fails
     return all(results[mode]["passed"] for mode in modes)
 
 

@@ -164,14 +164,14 @@ def missing_gradient_sum(script):
 def local_position_ids(script):
     """Each rank counts the positions of its own tokens from 0: their rotary embedding is wrong."""
 
-    def from_zero(module, args, kwargs):  # hidden: (b, s/P, h)
-        hidden, positions = *args, *kwargs.values()
-        return (hidden, positions % hidden.shape[1]), {}
-
     @instead_of(script)
     def parallelize(right, model, group, args):
         model = right(model, group, args)
-        model.model.rotary_emb.register_forward_pre_hook(from_zero, with_kwargs=True)
+
+        @instead_of(model.model.rotary_emb)
+        def forward(right, hidden, positions):  # hidden: (b, s/P, h)
+            return right(hidden, positions % hidden.shape[1])
+
         return model
 
 
@@ -270,8 +270,8 @@ def swapped_labels(script):
     """The last stage holds each sequence against the labels of the one before it."""
 
     @instead_of(script.Pipeline)
-    def run(right, self, ids, labels, loss_fn, backward=True):
-        return right(self, ids, labels.roll(1, 0), loss_fn, backward)
+    def run(right, self, ids, targets, loss_fn, backward=True):
+        return right(self, ids, targets.roll(1, 0), loss_fn, backward)
 
 
 @bug_of("pp")

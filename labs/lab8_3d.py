@@ -147,7 +147,7 @@ def reduce_scatter(x, group):
 
 # Copied from sp_megatron.py
 class GatherFromSPRegion(torch.autograd.Function):
-    """The paper's g. All ranks use all of x: each receives the summed gradient of its tokens."""
+    """The paper's g. Every rank uses every token: a token's gradient is the sum over the ranks."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -161,7 +161,7 @@ class GatherFromSPRegion(torch.autograd.Function):
 
 # Copied from sp_megatron.py
 class ReduceScatterToSPRegion(torch.autograd.Function):
-    """The paper's g-bar. y is the sum of the ranks' partial results: the gradient of each is dy."""
+    """The paper's g-bar. It sums over the ranks: the gradient of each addend is that of the sum."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -278,7 +278,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         target_logit = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0)
         both = torch.stack([target_logit, shifted.exp_().sum(-1)])
         target_logit, sum_exp = all_reduce(both, group)
-        # Not peak + log(sum_exp): its rounding exceeds 1 - softmax of a confident prediction
+        # Not one peak + log(sum_exp): its rounding swamps 1 - softmax where softmax is almost 1
         ctx.save_for_backward(logits, column, elsewhere, peak, sum_exp)
         return sum_exp.log() - target_logit
 

@@ -263,7 +263,7 @@ def test_the_backward_gets_nothing_but_what_is_kept(sim, monkeypatch):
 
 BAD = [
     ("--tp 0", "--heads and --ffn must be at least 1"),
-    ("--tp 5", "--layout sp needs a head a rank; --tp 4 would do, or more --heads, or --layout cp"),
+    ("--tp 5", "--tp 5: too few heads; 4 or --layout cp would do"),
     ("--tp 13 --layout cp", "--seq 12 leaves some of 13 ranks without a token; 13 would do"),
     ("--ffn 1", "--ffn 1 leaves some of 2 ranks without a feature; 2 would do"),
     ("--hidden 18", "--hidden 18 must be a multiple of --heads 4"),

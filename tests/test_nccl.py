@@ -72,10 +72,10 @@ def test_no_pipeline_hangs(found, schedule, P, V):
         assert cycles(pipeline(found, schedule, P, M, V, mode)) == NONE, (M, mode)
 
 
-SEND = "dist.send(torch.zeros(1, device=args.device), destination, channel)"
-RECV = SEND.replace("send", "recv").replace("destination", "source")
-CHANNEL = "channel = dist.new_group([source, destination], timeout)"
-MEMBER = "if ranks[group.rank()] in (source, destination): "
+SEND = "dist.send(torch.zeros(1, device=args.device), receiver, channel)"
+RECV = SEND.replace("send", "recv").replace("receiver", "sender")
+CHANNEL = "channel = dist.new_group([sender, receiver], timeout)"
+MEMBER = "if ranks[group.rank()] in (sender, receiver): "
 SYNC = "torch.cuda.current_stream().synchronize()"
 HANGS = [  # what makes a pipeline hang; schedule, P, M, V, mode; where; what stands in the cycle
     ({SYNC: "torch.cuda.synchronize()"}, ("1f1b", 2, 4, 1, "bubble"), HOW, "host, sync"),

@@ -169,7 +169,7 @@ REFUSED = [
     (3, "sp_ulysses.py --model two_kv", "; 1, 2, 4, 6, 8, 10, 12 ranks would work"),
     (4, "tp.py --model own_kv", "12 heads with 3 KV heads cannot be split over 4 ranks; 1, 2, 3"),
     (3, "tp.py --dtensor", "; 4 would, or no --dtensor"),
-    *((2, f"{s} --model olmo2", "sp_ulysses.py and pp.py take it, and lab 5 has") for s in TP),
+    *((2, f"{s} --model olmo2", "norm all heads together (olmo2: for sp_ulysses.py and pp.py)") for s in TP),
     (2, "pp.py --schedule interleaved --virtual-stages 5",
      "8 layers cannot fill 10 stages, 5 a rank; --nproc_per_node 1 or fewer would do"),
 ]  # fmt: skip
@@ -277,7 +277,7 @@ def test_a_schedule_that_is_unsound_is_told():
     assert pp.faults(lists, 4, 8) == ["rank 1 does not do each of its actions once"]
     lists = [list(pp.one_f_one_b(rank, 4, 8)) for rank in range(4)]
     lists[3].reverse()
-    waits = "deadlock: these wait for each other: rank 0 with B0, rank 1"
+    waits = "deadlock: these wait for each other: rank 0 with B0 of stage 0, rank 1"
     assert pp.faults(lists, 4, 8)[0].startswith(waits)
     lists = [list(pp.afab(rank, 2, 3)) for rank in range(2)]
     lists[1][:2] = lists[1][1::-1]  # its first two forwards: no deadlock, and another's tensor
