@@ -84,7 +84,7 @@ STRATEGIES = {  # the script, and the options that make it this strategy
     "sp_megatron": ("sp_megatron.py",),
     "sp_ulysses": ("sp_ulysses.py",),
     "pp": ("pp.py",),
-    "plain": ("tp.py",),  # only its command line, model and batch
+    "plain": ("sp_ulysses.py",),  # only its command line, model and batch
 }
 ALIASES = {"sp": "sp_megatron", "ulysses": "sp_ulysses"}
 COMMON = ("model", "batch", "dtype", "attn", "loss")  # every script has them

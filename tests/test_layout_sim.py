@@ -270,8 +270,6 @@ BAD = [
     ("--hidden 2 --heads 2", "--hidden 2: norms of so few features are all alike; 4 would do"),
     ("--seq 5000", "a tensor of 200,000,000 numbers is too large; 4,194,304 would do"),
     ("--tp 65 --seq 65 --ffn 65 --layout cp", "--tp 65 is too much for one process; 64 would do"),
-    ("--layout cp --tp-mode all_reduce", "argument --tp-mode: not allowed with argument --layout"),
-    ("--break typo", "argument --break: invalid choice: 'typo' (choose from 'forgot_reduction',"),
     ("--break unscaled_merge", "--break unscaled_merge breaks cp, not sp"),
     ("--break forgot_reduction --tp 1", "--break needs at least --tp 2"),
     ("--json /nowhere/at/all.json", "cannot write /nowhere/at/all.json: "),

@@ -526,7 +526,7 @@ def test_what_no_strategy_can_is_unusable(searched, line, why):
     assert status == 2 and text.startswith(f"error: {why}") and text.count("\n") == 1, text
 
 
-def test_plain_is_what_people_have(searched):
+def test_plain_is_what_people_have(searched, tmp_path):
     """llama-3.2-1b: Hugging Face's loss makes all logits at once, whatever --loss says."""
     status, text, out = searched("--strategy plain --at 64 16384 --optimizer adamw")
     assert status == 0 and "PASS oom_search: 1 of the 2 steps that were tried fit" in text, text
@@ -537,6 +537,9 @@ def test_plain_is_what_people_have(searched):
     assert parts["logits"] >= 10 * 16384 * 128256
     assert 17 * hidden < parts["saved activations"] < 21 * hidden, "checkpoints, and the last norm"
     assert two["verdict"] == "unusable" and "plain on 2 ranks: plain runs on one GPU" in text
+    (tmp_path / "config.json").write_text('{"model_type": "olmo2"}')  # tp.py refuses it
+    status, text, _ = searched(f"--strategy plain --nproc 1 --at 64 --model {tmp_path}")
+    assert status == 0, text
 
 
 def test_sharded_weights_are_gathered_a_layer_at_a_time(searched):

@@ -31,7 +31,6 @@ BAD = [
     ("tp.py --length 1", "--length 1: 2 to 2**31 - 1 would do"),
     ("tp.py --batch -1", "--batch -1: 1 to 2**31 - 1 would do"),
     ("tp.py --length 9x", "argument --length: invalid int value: '9x'"),
-    ("tp.py --dtype int8", "argument --dtype: invalid choice: 'int8'"),
     ("tp.py --backend nccl", "--backend nccl needs"),
     ("tp.py --backend fake", "--backend fake computes no real values: --mode benchmark only"),
     ("tp.py --model ./nowhere", "no model ./nowhere: hub id, directory, .gguf file, ['tiny', "),
