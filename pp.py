@@ -81,7 +81,7 @@ from torch.utils.checkpoint import checkpoint
 
 STRATEGY = "pp"
 IGNORE = -100  # the label of a token that is no target: PyTorch's and Hugging Face's convention
-LOSS_CHUNK = 2048  # --loss chunked: a rank has at most this times the vocabulary logits at once
+LOSS_CHUNK = 2048  # --loss chunked: at most LOSS_CHUNK * vocabulary logits on a rank at once
 
 # Copied from sp_ulysses.py
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2")  # model_type
@@ -154,14 +154,14 @@ def one_f_one_b(rank, P, M, V=1):
 def interleaved(rank, P, M, V):
     """Interleaved 1F1B (Megatron-LM, arXiv 2104.04473): a rank's stages are rank, rank + P, ...
     A group of P microbatches goes through the rank's first stage, then through its second, and so
-    on; then the next group. Fewer than P would be done before the first is back from the last rank:
-    so where P does not divide M > P, groups are larger. P = 2, V = 2, M = 5, in groups 0, 1, 2 and
-    3, 4 (small letters: the second stage; gaps: where the warmup and the steady state end)
+    on; then the next group. With fewer than P a rank would be done with them before the first is
+    back from the last rank, and wait: so where P does not divide M > P, groups are larger. P = 2,
+    V = 2, M = 5: groups 0 1 2 and 3 4 (gaps: where the warmup and the steady state end)
         rank 0   F0 F1 F2 f0 f1   f2 b0 F3 b1 F4 b2 f3 B0 f4 B1   B2 b3 b4 B3 B4
         rank 1   F0 F1 F2   f0 b0 f1 b1 f2 b2 F3 B0 F4 B1 f3 B2 f4 b3   b4 B3 B4
     Warmup: the first group's forwards in all of the rank's stages but the last (here 3), and 2 more
-    for each later rank: one while a microbatch goes there, one while its gradient comes back, where
-    1F1B waits.
+    for each later rank. 1F1B has one, while a microbatch goes there, and waits while its gradient
+    comes back; the second fills that time.
     """
     group_count = max(1, M // P)
     groups = [range(*split(M, i, group_count)) for i in range(group_count)]
@@ -178,8 +178,8 @@ def interleaved(rank, P, M, V):
 
 def zero_bubble(rank, P, M, V=1):
     """ZB-H1 (arXiv 2401.10241): 1F1B in which rank r runs W of microbatch m after B of m + r.
-    P - r microbatches are between F and B, and r more, as each linear's x and dy, between B and W:
-    P in all. After its last B come r + 1 W, while ranks before it still have B to do."""
+    It holds P microbatches: P - r between F and B, r between B and W (of these each linear's x and
+    dy). After its last B come r + 1 W, while ranks before it still have B to do."""
     for action in one_f_one_b(rank, P, M):
         yield action
         if action.kind == "B" and action.microbatch >= rank:
@@ -275,7 +275,7 @@ def bubble_formula(P, M, V, forward, backward, weights=0.0):
     if M < P or weights > min(forward, backward):
         return None
     busy = V * M * (forward + backward + weights)
-    waiting = (P - 1) * (forward + backward - weights)  # P - 1 of the W fill gaps
+    waiting = (P - 1) * (forward + backward - weights)  # after its last B it has P - 1 W
     return waiting / (busy + waiting)
 
 
@@ -290,11 +290,11 @@ def open_channels(group, stages, args):
     """Two dicts {kind: (peer, process group)}: where an action of a kind receives its input from,
     and where it sends its result. F sends to the next rank (the last to the first), B to the one
     before. One group a direction: no message waits behind one that goes the other way. NCCL joins
-    two ranks at their first message, and both block: one is sent here, in one order on all."""
+    two ranks at their first message, and blocks both: so here a zero is sent, in one order."""
     ranks, P = dist.get_process_group_ranks(group), group.size()
     receive_channels, send_channels = {}, {}
     timeout = datetime.timedelta(seconds=args.timeout)
-    for stage in range(min(stages - 1, P)):  # boundaries; from the P-th on they join the same ranks
+    for stage in range(min(stages - 1, P)):  # boundary P is between the ranks of boundary 0
         before, after = ranks[stage % P], ranks[(stage + 1) % P]
         for kind, sender, receiver in ("F", before, after), ("B", after, before):
             channel = dist.new_group([sender, receiver], timeout)  # all ranks have to call it
@@ -312,7 +312,7 @@ def open_channels(group, stages, args):
 
 # Copied from tp.py
 def mark(tensor, shard=None, replicas=1, sum_over=None):
-    """Note on a tensor what others read there. Training: sum_over, the group over which to sum its
+    """Note on a tensor what later code reads. Training: sum_over, the group over which to sum its
     gradient (None: no sum). The proof: shard, which (dim, start, end) of the full tensor it is
     (None: all of it), and replicas, how many ranks hold the same."""
     tensor.shard, tensor.replicas, tensor.sum_over = shard, replicas, sum_over
@@ -363,7 +363,7 @@ class DeferredLinear(nn.Module):
 
 
 class Stage(nn.Module):
-    """A stage of HF's LlamaModel: hidden states (b, s, h) -> (b, s, h); the first takes ids (b, s).
+    """A stage of HF's LlamaModel: hidden states (b/M, s, h) -> (b/M, s, h); the first takes ids.
     HF's own forward runs the layers, and makes positions, mask and rotary tables for them."""
 
     def __init__(self, model, stage, stages):
@@ -403,7 +403,7 @@ class Pipeline:
     def run(self, ids, targets, loss_fn, backward=True):
         """Run all actions, or only the forwards, on ids and targets (b, s). Returns loss_fn(hidden
         (b/M, s, h), targets (b/M, s)) of each microbatch on the last stage's rank, [] on others."""
-        ids, targets = ids.tensor_split(self.M), targets.tensor_split(self.M)  # sizes as by split()
+        ids, targets = ids.tensor_split(self.M), targets.tensor_split(self.M)  # sizes may differ
         actions = [action for action in self.actions if backward or action.kind == "F"]
         losses, self.timeline, self.peak = [], [], 0
         start = self.now()
@@ -466,8 +466,8 @@ class Pipeline:
         return dist.irecv(tensor, *self.receive_channels[action.kind]), tensor
 
     def send(self, kind, tensor, sending):
-        """Start to send a result. A tensor has to exist until it is sent. So that they do not pile
-        up, one more than P first waits for the oldest: with these schedules that is no deadlock."""
+        """Start to send a result. A tensor has to exist until it is sent. At most P do: the next
+        one first waits for the oldest. With these schedules that is no deadlock."""
         if len(sending) == self.P:
             work, _ = sending.popleft()
             work.wait()
@@ -475,7 +475,7 @@ class Pipeline:
         sending.append((dist.isend(tensor, *self.send_channels[kind]), tensor))
 
     def now(self):
-        if self.synchronize:  # not the device: its other streams wait for messages yet to be sent
+        if self.synchronize:  # this stream alone: others wait for messages not yet sent
             torch.cuda.current_stream().synchronize()
         return time.perf_counter()
 
@@ -541,7 +541,7 @@ def microbatch_loss(model, hidden, targets, count, args):
 
 
 def train_step(model, ids, labels, group, args, backward=True):
-    """Loss of ids (b, s), the same on every rank. The backward completes .grad, which was None."""
+    """Loss of ids (b, s), the same on every rank. Call it with .grad None: it is complete then."""
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)  # the target of a token is the next one
     count = (targets != IGNORE).sum()
     loss_fn = partial(microbatch_loss, model, count=count, args=args)
@@ -562,7 +562,7 @@ def sum_gradients(model):
             dist.all_reduce(parameter.grad, group=parameter.sum_over)
 
 
-# The lesson ends here. What follows proves and measures it, first by what is this script's own.
+# The lesson ends here. The rest proves and measures it; from section 5 on all scripts are alike.
 
 
 # Copied from tp.py
@@ -629,7 +629,7 @@ def draw(rows, P, unit, width=88):
 def show_schedule(args, group):
     """--mode schedule: draw and time the schedule of args.ranks ranks, simulated on one."""
     P, M, V = args.ranks, args.microbatches, args.virtual_stages
-    times = {"F": 1 / V, "B": 2 / V, "W": 0.0}  # unit: the forward of all of a rank's layers
+    times = {"F": 1 / V, "B": 2 / V, "W": 0.0}  # unit: a rank's forward; nothing recomputed
     if args.schedule == "zb":
         times = {"F": 1.0, "B": 1.0, "W": 1.0}
     schedules = all_schedules(args, P)
@@ -708,7 +708,7 @@ def finalize_args(args, world):
 
 # Allowed relative errors. float64 is the proof; the others' rounding hides small mistakes
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bfloat16": 2e-1}
-IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ  # or alone
+IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ  # or fake
 
 
 def print_table(rows):
@@ -751,10 +751,10 @@ def load_model(args):
         if args.source is None:
             with args.device:
                 return auto.from_config(config, **how).train()
-        how |= {"use_safetensors": True, "ignore_mismatched_sizes": True}  # named below
+        how |= {"use_safetensors": True, "ignore_mismatched_sizes": True}  # reported below
         how |= {"output_loading_info": True, "trust_remote_code": False}
         model, loading = auto.from_pretrained(config=config, **args.source, **how)
-    except torch.OutOfMemoryError:  # oom_search.py's answer
+    except torch.OutOfMemoryError:  # oom_search.py looks for it
         raise
     except Exception as problem:  # of many kinds
         raise UsageError(f"cannot load the model {args.model}: {problem!r}") from None
@@ -769,8 +769,8 @@ def proof_batch(args, group, step=1):
     """ids and labels (b, s) of a step, such that an error is unlikely to cancel or hide.
 
     Step 2 has other tokens and another length, so that stale state from step 1 shows. Targets are
-    spread unevenly over sequences and tokens. Among inputs and, in a long sequence, targets are the
-    padding token and the first and last row of each rank's share of the vocabulary (tp.py's).
+    spread unevenly over sequences and tokens. Inputs, and in a long sequence targets, include the
+    padding token and the first and last row of each rank's share of the vocabulary.
     """
     vocabulary, length = args.config.vocab_size, args.length
     if step == 2:
@@ -810,7 +810,7 @@ def take_steps(model, args, group, parallel):
     found = {}
     step_function = train_step if parallel else reference_step
 
-    def keep(step, kind, name, tensor, marked):
+    def keep(step, kind, name, tensor, marked):  # marked: has mark()'s notes, or none
         shard = getattr(marked, "shard", None)
         replicas = getattr(marked, "replicas", group.size())  # not marked: every rank has all of it
         tensor = torch.atleast_1d(full_tensor(tensor.detach()).to("cpu", copy=True))
@@ -861,8 +861,8 @@ def compare(found, expected, args, group):
     coverage = sum(gather_objects(coverage, group))
     rows = []
     for i, (step, kind, name) in enumerate(expected):
-        # Relative to the tensor's norm. Some gradients are zero but for rounding: so at least to a
-        # thousandth (float64) or all (else) of the norm of all of its kind. Here norms are squared
+        # Relative to the tensor's norm. Some gradients are zero but for rounding: so divide by at
+        # least 1e-3 (float64) or 1 (else) times the norm of all of its kind. Norms are squared here
         least = of_kind[step, kind] * (1e-6 if args.dtype == "float64" else 1)
         error = math.sqrt(by_rank[:, i].sum() / (max(squares[i], least) or 1.0))
         row = {"name": name, "kind": kind, "step": step, "rank": by_rank[:, i].argmax().item()}
@@ -873,7 +873,7 @@ def compare(found, expected, args, group):
 
 
 def check_correctness(args, group):
-    """Tensors of three steps on P ranks against HF's untouched model, which every rank runs."""
+    """Tensors of all steps on P ranks against HF's untouched model, which every rank runs."""
     expected = take_steps(load_model(args), args, group, parallel=False)
     model = parallelize(load_model(args), group, args)
     found = take_steps(model, args, group, parallel=True)
@@ -929,7 +929,7 @@ class Meter(TorchDispatchMode):
         self.calls = Counter()
         self.bytes = Counter()
         self.peak = 0
-        # A storage's Python object lives as long as the storage: freed ones disappear from here
+        # PyTorch keeps a storage's Python object until it is freed: then it leaves this dictionary
         self.alive = weakref.WeakValueDictionary()
         self.see(gc.get_objects())  # what exists already
 
@@ -1050,7 +1050,7 @@ def find_model(name):
         raise UsageError(f"cannot read the model {name}: {problem!r}") from None
     if config is None:
         others = "scale logits (granite, gemma), fuse matrices (phi3, glm), have experts (lab 12), "
-        others += "norm all heads together (olmo2: for sp_ulysses.py and pp.py) or are not proved"
+        others += "norm all heads together (olmo2: only sp_ulysses.py and pp.py) or are not proved"
         would = f"{', '.join(FAMILIES)} would do; others {others}"
         raise UsageError(f"{name} is a model of type {family}; {would}")
     if "quantization_config" in entries or (path / "adapter_config.json").exists():

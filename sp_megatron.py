@@ -16,10 +16,10 @@ its entry, and 1/P of them between its matrices. One MLP (batch b, hidden h, int
         v                                       v
     rank 0: tokens 0..s/2       rank 1: tokens s/2..s        (b, s/2, h)
 
-An all-reduce is a reduce-scatter and an all-gather: forward and backward (not what is recomputed)
-send what tensor parallelism (tp.py) sends, cut in two, and what lies between the two halves
-(residuals, norms) is 1/P as large. A norm's weight is on every rank, but sees s/P tokens: its
-gradient is summed over the ranks (sum_gradients()).
+Where tensor parallelism (tp.py) has an all-reduce, forward or backward, there is a reduce-scatter
+and then an all-gather, which send as many bytes; what lies between the two (residuals, norms) is
+1/P as large. A norm's weight is on every rank, but sees s/P tokens: its gradient is summed over the
+ranks (sum_gradients()).
 
     messages of a layer   forward                 backward          recomputed (--recompute full)
     entering a block      g: all-gather           reduce-scatter    all-gather
@@ -79,7 +79,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 STRATEGY = "sp_megatron"
 IGNORE = -100  # the label of a token that is no target: PyTorch's and Hugging Face's convention
-LOSS_CHUNK = 2048  # --loss chunked: a rank has at most this times the vocabulary logits at once
+LOSS_CHUNK = 2048  # --loss chunked: at most LOSS_CHUNK * vocabulary logits on a rank at once
 
 # Copied from tp.py
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")  # model_type
@@ -208,7 +208,7 @@ def head_range(config, rank, world):
 
 # Copied from tp.py
 def mark(tensor, shard=None, replicas=1, sum_over=None):
-    """Note on a tensor what others read there. Training: sum_over, the group over which to sum its
+    """Note on a tensor what later code reads. Training: sum_over, the group over which to sum its
     gradient (None: no sum). The proof: shard, which (dim, start, end) of the full tensor it is
     (None: all of it), and replicas, how many ranks hold the same."""
     tensor.shard, tensor.replicas, tensor.sum_over = shard, replicas, sum_over
@@ -279,7 +279,7 @@ def enter_block(group, block, args, kwargs):
 
 
 def all_tokens_mask(stock, group, q_length, kv_length, **others):
-    """HF's mask function `stock`; HF calls it with lengths s/P, and gets the mask of all tokens."""
+    """HF's mask function `stock` for all tokens: HF calls this one instead, with lengths s/P."""
     return stock(q_length=q_length * group.size(), kv_length=kv_length * group.size(), **others)
 
 
@@ -308,13 +308,13 @@ def parallelize(model, group, args):
         model.set_attn_implementation("all_tokens")
     config, rank, world = model.config, group.rank(), group.size()
     for name, parameter in model.named_parameters():
-        if "norm" in name:  # on every rank; its tokens (of q_norm, k_norm: heads) give a part
+        if "norm" in name:  # a rank's tokens (in q_norm, k_norm: heads) give part of the gradient
             mark(parameter, replicas=world, sum_over=group if world > 1 else None)
     (q0, q1), (k0, k1), replicas = head_range(config, rank, world)
     i0, i1 = split(config.intermediate_size, rank, world)
     v0, v1 = split(config.vocab_size, rank, world)
     kv_sum = None
-    if replicas > 1:  # ranks with one KV head have other queries of it: parts of its gradient
+    if replicas > 1:  # the ranks of a KV head have different queries of it: parts of its gradient
         timeout = datetime.timedelta(seconds=args.timeout)
         kv_sum, _ = dist.new_subgroups(replicas, group=group, timeout=timeout)
     for layer in model.model.layers:
@@ -360,7 +360,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         target_logit = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0)
         both = torch.stack([target_logit, shifted.exp_().sum(-1)])
         target_logit, sum_exp = all_reduce(both, group)
-        # Not one peak + log(sum_exp): its rounding swamps 1 - softmax where softmax is almost 1
+        # Not saved as peak + log(sum_exp): its rounding swamps 1 - softmax where softmax nears 1
         ctx.save_for_backward(logits, column, elsewhere, peak, sum_exp)
         return sum_exp.log() - target_logit
 
@@ -382,7 +382,7 @@ def sum_of_losses(model, hidden, targets, group):
 
 
 def tokens_per_chunk(length, group, args):
-    """Tokens of each sequence and rank in a chunk; gathered: P times as many, of v/P columns."""
+    """Tokens of each sequence and rank in a chunk: a rank has v/P logits of each of all ranks'."""
     return length if args.loss == "full" else max(1, LOSS_CHUNK // args.batch)
 
 
@@ -413,8 +413,8 @@ def final_hidden_states(model, ids, group):
     ids = F.pad(ids, (0, -ids.shape[1] % group.size()))  # at the end: no token attends to it
     positions = torch.arange(ids.shape[1], device=ids.device)[None]  # HF would count s/P tokens
 
-    # Some rotary embeddings (longrope) choose frequencies by the largest position: they get the
-    # last token's for padding. The mask must not: to HF a repeated one begins a packed document
+    # Some rotary embeddings (longrope) choose frequencies by the largest position: so padding gets
+    # the last token's position. Not in the mask: HF takes a repeated position for a new document
     def without_padding(rotary, args, kwargs):
         return (args[0], positions.clamp(max=last)), {}  # hidden states, positions
 
@@ -425,7 +425,7 @@ def final_hidden_states(model, ids, group):
 
 # Copied from tp.py
 def train_step(model, ids, labels, group, args, backward=True):
-    """Loss of ids (b, s), the same on every rank. The backward completes .grad, which was None."""
+    """Loss of ids (b, s), the same on every rank. Call it with .grad None: it is complete then."""
     loss = mean_loss(model, final_hidden_states(model, ids, group), labels, group, args)
     if backward:
         loss.backward()
@@ -441,7 +441,7 @@ def sum_gradients(model):
             dist.all_reduce(parameter.grad, group=parameter.sum_over)
 
 
-# The lesson ends here. What follows proves and measures it, first by what is this script's own.
+# The lesson ends here. The rest proves and measures it; from section 5 on all scripts are alike.
 
 
 # Copied from tp.py
@@ -518,7 +518,7 @@ def finalize_args(args, world):
 
 # Allowed relative errors. float64 is the proof; the others' rounding hides small mistakes
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bfloat16": 2e-1}
-IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ  # or alone
+IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ  # or fake
 
 
 def print_table(rows):
@@ -561,10 +561,10 @@ def load_model(args):
         if args.source is None:
             with args.device:
                 return auto.from_config(config, **how).train()
-        how |= {"use_safetensors": True, "ignore_mismatched_sizes": True}  # named below
+        how |= {"use_safetensors": True, "ignore_mismatched_sizes": True}  # reported below
         how |= {"output_loading_info": True, "trust_remote_code": False}
         model, loading = auto.from_pretrained(config=config, **args.source, **how)
-    except torch.OutOfMemoryError:  # oom_search.py's answer
+    except torch.OutOfMemoryError:  # oom_search.py looks for it
         raise
     except Exception as problem:  # of many kinds
         raise UsageError(f"cannot load the model {args.model}: {problem!r}") from None
@@ -579,8 +579,8 @@ def proof_batch(args, group, step=1):
     """ids and labels (b, s) of a step, such that an error is unlikely to cancel or hide.
 
     Step 2 has other tokens and another length, so that stale state from step 1 shows. Targets are
-    spread unevenly over sequences and tokens. Among inputs and, in a long sequence, targets are the
-    padding token and the first and last row of each rank's share of the vocabulary (tp.py's).
+    spread unevenly over sequences and tokens. Inputs, and in a long sequence targets, include the
+    padding token and the first and last row of each rank's share of the vocabulary.
     """
     vocabulary, length = args.config.vocab_size, args.length
     if step == 2:
@@ -620,7 +620,7 @@ def take_steps(model, args, group, parallel):
     found = {}
     step_function = train_step if parallel else reference_step
 
-    def keep(step, kind, name, tensor, marked):
+    def keep(step, kind, name, tensor, marked):  # marked: has mark()'s notes, or none
         shard = getattr(marked, "shard", None)
         replicas = getattr(marked, "replicas", group.size())  # not marked: every rank has all of it
         tensor = torch.atleast_1d(full_tensor(tensor.detach()).to("cpu", copy=True))
@@ -671,8 +671,8 @@ def compare(found, expected, args, group):
     coverage = sum(gather_objects(coverage, group))
     rows = []
     for i, (step, kind, name) in enumerate(expected):
-        # Relative to the tensor's norm. Some gradients are zero but for rounding: so at least to a
-        # thousandth (float64) or all (else) of the norm of all of its kind. Here norms are squared
+        # Relative to the tensor's norm. Some gradients are zero but for rounding: so divide by at
+        # least 1e-3 (float64) or 1 (else) times the norm of all of its kind. Norms are squared here
         least = of_kind[step, kind] * (1e-6 if args.dtype == "float64" else 1)
         error = math.sqrt(by_rank[:, i].sum() / (max(squares[i], least) or 1.0))
         row = {"name": name, "kind": kind, "step": step, "rank": by_rank[:, i].argmax().item()}
@@ -683,7 +683,7 @@ def compare(found, expected, args, group):
 
 
 def check_correctness(args, group):
-    """Tensors of three steps on P ranks against HF's untouched model, which every rank runs."""
+    """Tensors of all steps on P ranks against HF's untouched model, which every rank runs."""
     expected = take_steps(load_model(args), args, group, parallel=False)
     model = parallelize(load_model(args), group, args)
     found = take_steps(model, args, group, parallel=True)
@@ -739,7 +739,7 @@ class Meter(TorchDispatchMode):
         self.calls = Counter()
         self.bytes = Counter()
         self.peak = 0
-        # A storage's Python object lives as long as the storage: freed ones disappear from here
+        # PyTorch keeps a storage's Python object until it is freed: then it leaves this dictionary
         self.alive = weakref.WeakValueDictionary()
         self.see(gc.get_objects())  # what exists already
 
@@ -860,7 +860,7 @@ def find_model(name):
         raise UsageError(f"cannot read the model {name}: {problem!r}") from None
     if config is None:
         others = "scale logits (granite, gemma), fuse matrices (phi3, glm), have experts (lab 12), "
-        others += "norm all heads together (olmo2: for sp_ulysses.py and pp.py) or are not proved"
+        others += "norm all heads together (olmo2: only sp_ulysses.py and pp.py) or are not proved"
         would = f"{', '.join(FAMILIES)} would do; others {others}"
         raise UsageError(f"{name} is a model of type {family}; {would}")
     if "quantization_config" in entries or (path / "adapter_config.json").exists():

@@ -26,14 +26,14 @@ treats each head by itself: so it gets all tokens of 1/P of the heads. One atten
     attention's output, like q    all-to-all       all-to-all       all-to-all
 
     once a step                   all-reduce loss  all-reduce of each gradient
-    --shard-weights: instead of   all-gather of    all-gather of all weights,
-    the gradients' all-reduces    all weights      reduce-scatter of all gradients
+    with --shard-weights, and     all-gather of    all-gather of all weights,
+    no gradients' all-reduces     all weights      reduce-scatter of all gradients
 
 --recompute none keeps all activations of a layer; full, the default, only its input, (b, s/P, h).
-Messages are as large as s/P tokens, and shrink with P; those of tp.py and sp_megatron.py are of all
-s. But weights and gradients (and an optimizer's state) do not shrink, unless --shard-weights leaves
-1/P of them on each rank (ZeRO-3). Heads are divided as in tp.py: each rank has whole KV heads; or,
-if P is a multiple of the KV heads, each is sent to several ranks, which share its queries.
+Messages are of s/P tokens, and shrink with P (k, v: as long as each rank has a KV head of its own);
+those of tp.py and sp_megatron.py are of all s. But weights and gradients do not shrink, unless
+--shard-weights leaves 1/P on each rank (ZeRO-3). Heads are divided as in tp.py: whole KV heads; or,
+if P is a multiple of their number, each KV head goes to several ranks, which share its queries.
 
     torchrun --nproc_per_node=2 sp_ulysses.py --mode correctness
     torchrun --nproc_per_node=4 sp_ulysses.py --mode all --length 1001
@@ -86,7 +86,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 STRATEGY = "sp_ulysses"
 IGNORE = -100  # the label of a token that is no target: PyTorch's and Hugging Face's convention
-LOSS_CHUNK = 2048  # --loss chunked: a rank has at most this times the vocabulary logits at once
+LOSS_CHUNK = 2048  # --loss chunked: at most LOSS_CHUNK * vocabulary logits on a rank at once
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2")  # model_type
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -185,7 +185,7 @@ def head_range(config, rank, world):
 
 # Copied from tp.py
 def mark(tensor, shard=None, replicas=1, sum_over=None):
-    """Note on a tensor what others read there. Training: sum_over, the group over which to sum its
+    """Note on a tensor what later code reads. Training: sum_over, the group over which to sum its
     gradient (None: no sum). The proof: shard, which (dim, start, end) of the full tensor it is
     (None: all of it), and replicas, how many ranks hold the same."""
     tensor.shard, tensor.replicas, tensor.sum_over = shard, replicas, sum_over
@@ -199,13 +199,13 @@ def head_counts(config, world):
 
 
 def ulysses_attention(stock, stand_in, group, module, query, key, value, mask, **others):
-    """HF's attention function `stock` between all-to-alls, with the signature of HF's interface.
+    """HF's attention function `stock`, with `stand_in` as its module, between all-to-alls.
 
     query (b, heads, s/P, d), key and value (b, KV heads, s/P, d) -> (b, s/P, heads, d).
     """
     q_counts, kv_counts = head_counts(module.config, group.size())
     # A KV head is repeated for each rank that has it: repeat_interleave's backward sums over them
-    repeats = head_range(module.config, 0, group.size())[2]
+    repeats = head_range(module.config, group.rank(), group.size())[2]
     if repeats > 1:
         key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
     query = tokens_to_heads(query, q_counts, group)
@@ -217,7 +217,7 @@ def ulysses_attention(stock, stand_in, group, module, query, key, value, mask, *
 
 # Copied from sp_megatron.py
 def all_tokens_mask(stock, group, q_length, kv_length, **others):
-    """HF's mask function `stock`; HF calls it with lengths s/P, and gets the mask of all tokens."""
+    """HF's mask function `stock` for all tokens: HF calls this one instead, with lengths s/P."""
     return stock(q_length=q_length * group.size(), kv_length=kv_length * group.size(), **others)
 
 
@@ -227,8 +227,8 @@ def attend_with_ulysses(model, group, args):
     stock = ALL_ATTENTION_FUNCTIONS.get_interface(args.attn_implementation, eager)
     mask = partial(all_tokens_mask, ALL_MASK_ATTENTION_FUNCTIONS[args.attn_implementation], group)
     (q0, q1), (k0, k1), _ = head_range(model.config, group.rank(), group.size())
-    # HF's attention functions ask their module how many queries share a KV head, and its config for
-    # the kernel's name. Both differ here, so that they get another object in the module's place
+    # HF's functions ask their module how many query heads read a KV head (fewer, where KV heads are
+    # repeated), and its config for the kernel's name (now "ulysses"). stand_in answers for them
     stand_in = SimpleNamespace(num_key_value_groups=(q1 - q0) // (k1 - k0), is_causal=True)
     stand_in.config = SimpleNamespace(_attn_implementation=args.attn_implementation)
     stand_in.training = True
@@ -248,8 +248,8 @@ def recompute_layers(model):
 
 
 class UlyssesLlama(nn.Module):
-    """HF's decoder and head under HF's names. forward() does all, the loss too, since fully_shard
-    (--shard-weights) gathers what is in no layer when it begins, and frees it when it ends."""
+    """HF's decoder and head under HF's names. forward() does all, the loss too: only while it runs
+    does --shard-weights have embedding, last norm and head whole."""
 
     def __init__(self, model):
         super().__init__()
@@ -273,8 +273,8 @@ def parallelize(model, group, args):
         shard_weights(model, group, args)
     for parameter in model.parameters():
         if args.shard_weights:
-            # full_tensor() gives each of P ranks all of a DTensor: P replicas. What fully_shard
-            # left whole counts as 1 on each rank, so that the proof finds P of it, and fails
+            # The proof gets full_tensor() of a DTensor, on each of P ranks: P replicas. What
+            # fully_shard left whole is marked 1: its coverage (section 5) is P, and the proof fails
             mark(parameter, replicas=group.size() if isinstance(parameter, DTensor) else 1)
         else:  # replicated; a rank's tokens give a part of the gradient
             mark(parameter, replicas=group.size(), sum_over=group if group.size() > 1 else None)
@@ -322,7 +322,7 @@ def mean_loss(model, hidden, labels, group, args):
     # The target of a token is the next one. Shifted before the split: a rank's last token predicts
     # the next rank's first
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
-    count = (targets != IGNORE).sum()  # over all ranks: one may have more than another
+    count = (targets != IGNORE).sum()  # of all s tokens: each rank has all labels
     targets = own_tokens(targets, group, IGNORE)
     total = 0
     for h, t in zip(hidden.split(chunk, 1), targets.split(chunk, 1)):
@@ -339,10 +339,10 @@ def final_hidden_states(model, ids, group):
     ids = own_tokens(ids, group, 0)  # padding comes last: no token before it attends to it
     size = ids.shape[1]
     first = group.rank() * size
-    positions = torch.arange(group.size() * size, device=ids.device)[None]  # of all, for the mask
+    positions = torch.arange(group.size() * size, device=ids.device)[None]  # of all, as the mask is
 
-    # Some rotary embeddings (longrope) choose frequencies by the largest position: they get all, of
-    # padding the last token's. The mask must not: to HF a repeated one begins a packed document
+    # Some rotary embeddings (longrope) choose frequencies by the largest position: they get all
+    # tokens', for padding the last one's. Not the mask: HF takes a repeated one for a new document
     def without_padding(rotary, args, kwargs):
         return (args[0], positions.clamp(max=last)), {}  # hidden states, positions
 
@@ -357,7 +357,7 @@ def final_hidden_states(model, ids, group):
 
 
 def train_step(model, ids, labels, group, args, backward=True):
-    """Loss of ids (b, s), the same on every rank. The backward completes .grad, which was None."""
+    """Loss of ids (b, s), the same on every rank. Call it with .grad None: it is complete then."""
     loss = model(ids, labels, group, args)
     if backward:
         loss.backward()
@@ -376,7 +376,7 @@ def sum_gradients(model):
             dist.all_reduce(parameter.grad, group=parameter.sum_over)
 
 
-# The lesson ends here. What follows proves and measures it, first by what is this script's own.
+# The lesson ends here. The rest proves and measures it; from section 5 on all scripts are alike.
 
 
 # Copied from tp.py
@@ -456,7 +456,7 @@ def finalize_args(args, world):
 
 # Allowed relative errors. float64 is the proof; the others' rounding hides small mistakes
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bfloat16": 2e-1}
-IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ  # or alone
+IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ  # or fake
 
 
 def print_table(rows):
@@ -499,10 +499,10 @@ def load_model(args):
         if args.source is None:
             with args.device:
                 return auto.from_config(config, **how).train()
-        how |= {"use_safetensors": True, "ignore_mismatched_sizes": True}  # named below
+        how |= {"use_safetensors": True, "ignore_mismatched_sizes": True}  # reported below
         how |= {"output_loading_info": True, "trust_remote_code": False}
         model, loading = auto.from_pretrained(config=config, **args.source, **how)
-    except torch.OutOfMemoryError:  # oom_search.py's answer
+    except torch.OutOfMemoryError:  # oom_search.py looks for it
         raise
     except Exception as problem:  # of many kinds
         raise UsageError(f"cannot load the model {args.model}: {problem!r}") from None
@@ -517,8 +517,8 @@ def proof_batch(args, group, step=1):
     """ids and labels (b, s) of a step, such that an error is unlikely to cancel or hide.
 
     Step 2 has other tokens and another length, so that stale state from step 1 shows. Targets are
-    spread unevenly over sequences and tokens. Among inputs and, in a long sequence, targets are the
-    padding token and the first and last row of each rank's share of the vocabulary (tp.py's).
+    spread unevenly over sequences and tokens. Inputs, and in a long sequence targets, include the
+    padding token and the first and last row of each rank's share of the vocabulary.
     """
     vocabulary, length = args.config.vocab_size, args.length
     if step == 2:
@@ -558,7 +558,7 @@ def take_steps(model, args, group, parallel):
     found = {}
     step_function = train_step if parallel else reference_step
 
-    def keep(step, kind, name, tensor, marked):
+    def keep(step, kind, name, tensor, marked):  # marked: has mark()'s notes, or none
         shard = getattr(marked, "shard", None)
         replicas = getattr(marked, "replicas", group.size())  # not marked: every rank has all of it
         tensor = torch.atleast_1d(full_tensor(tensor.detach()).to("cpu", copy=True))
@@ -609,8 +609,8 @@ def compare(found, expected, args, group):
     coverage = sum(gather_objects(coverage, group))
     rows = []
     for i, (step, kind, name) in enumerate(expected):
-        # Relative to the tensor's norm. Some gradients are zero but for rounding: so at least to a
-        # thousandth (float64) or all (else) of the norm of all of its kind. Here norms are squared
+        # Relative to the tensor's norm. Some gradients are zero but for rounding: so divide by at
+        # least 1e-3 (float64) or 1 (else) times the norm of all of its kind. Norms are squared here
         least = of_kind[step, kind] * (1e-6 if args.dtype == "float64" else 1)
         error = math.sqrt(by_rank[:, i].sum() / (max(squares[i], least) or 1.0))
         row = {"name": name, "kind": kind, "step": step, "rank": by_rank[:, i].argmax().item()}
@@ -621,7 +621,7 @@ def compare(found, expected, args, group):
 
 
 def check_correctness(args, group):
-    """Tensors of three steps on P ranks against HF's untouched model, which every rank runs."""
+    """Tensors of all steps on P ranks against HF's untouched model, which every rank runs."""
     expected = take_steps(load_model(args), args, group, parallel=False)
     model = parallelize(load_model(args), group, args)
     found = take_steps(model, args, group, parallel=True)
@@ -677,7 +677,7 @@ class Meter(TorchDispatchMode):
         self.calls = Counter()
         self.bytes = Counter()
         self.peak = 0
-        # A storage's Python object lives as long as the storage: freed ones disappear from here
+        # PyTorch keeps a storage's Python object until it is freed: then it leaves this dictionary
         self.alive = weakref.WeakValueDictionary()
         self.see(gc.get_objects())  # what exists already
 
@@ -798,7 +798,7 @@ def find_model(name):
         raise UsageError(f"cannot read the model {name}: {problem!r}") from None
     if config is None:
         others = "scale logits (granite, gemma), fuse matrices (phi3, glm), have experts (lab 12), "
-        others += "norm all heads together (olmo2: for sp_ulysses.py and pp.py) or are not proved"
+        others += "norm all heads together (olmo2: only sp_ulysses.py and pp.py) or are not proved"
         would = f"{', '.join(FAMILIES)} would do; others {others}"
         raise UsageError(f"{name} is a model of type {family}; {would}")
     if "quantization_config" in entries or (path / "adapter_config.json").exists():

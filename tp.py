@@ -72,7 +72,7 @@ from torch.utils.checkpoint import checkpoint
 
 STRATEGY = "tp"
 IGNORE = -100  # the label of a token that is no target: PyTorch's and Hugging Face's convention
-LOSS_CHUNK = 2048  # --loss chunked: a rank has at most this times the vocabulary logits at once
+LOSS_CHUNK = 2048  # --loss chunked: at most LOSS_CHUNK * vocabulary logits on a rank at once
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")  # model_type
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -168,7 +168,7 @@ def head_range(config, rank, world):
 
 
 def mark(tensor, shard=None, replicas=1, sum_over=None):
-    """Note on a tensor what others read there. Training: sum_over, the group over which to sum its
+    """Note on a tensor what later code reads. Training: sum_over, the group over which to sum its
     gradient (None: no sum). The proof: shard, which (dim, start, end) of the full tensor it is
     (None: all of it), and replicas, how many ranks hold the same."""
     tensor.shard, tensor.replicas, tensor.sum_over = shard, replicas, sum_over
@@ -250,7 +250,7 @@ def parallelize(model, group, args):
         recompute_layers(model)
     config, rank, world = model.config, group.rank(), group.size()
     for name, parameter in model.named_parameters():
-        if "q_norm" in name or "k_norm" in name:  # Qwen3's: a rank gets its own heads' part
+        if "q_norm" in name or "k_norm" in name:  # Qwen3's: gradient of a rank's own heads
             mark(parameter, replicas=world, sum_over=group if world > 1 else None)
         elif "norm" in name:  # replicated, and every rank computes the full gradient
             mark(parameter, replicas=world)
@@ -260,7 +260,7 @@ def parallelize(model, group, args):
     i0, i1 = split(config.intermediate_size, rank, world)
     v0, v1 = split(config.vocab_size, rank, world)
     kv_sum = None
-    if replicas > 1:  # ranks with one KV head have other queries of it: parts of its gradient
+    if replicas > 1:  # the ranks of a KV head have different queries of it: parts of its gradient
         timeout = datetime.timedelta(seconds=args.timeout)
         kv_sum, _ = dist.new_subgroups(replicas, group=group, timeout=timeout)
     for layer in model.model.layers:
@@ -287,7 +287,7 @@ def parallelize(model, group, args):
 def parallelize_dtensor(model, group):
     """The same by PyTorch's parallelize_module, where P divides KV heads, features and vocabulary.
 
-    Each column parallel linear has an f of its own: 5 all-reduces per layer in the backward.
+    Each column parallel linear has an f of its own: 5 in the backward of a layer instead of 2.
     """
     plan = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
@@ -305,8 +305,8 @@ def parallelize_dtensor(model, group):
     if tied:  # parallelize_module makes two parameters of one
         model.lm_head.weight = model.model.embed_tokens.weight
     for name, parameter in model.named_parameters():
-        # full_tensor() gives each of P ranks all of a DTensor: P replicas. A matrix that the plan
-        # left whole counts as 1 on each rank, so that the proof finds P of it, and fails
+        # The proof gets full_tensor() of a DTensor, on each of P ranks: P replicas. A matrix that
+        # the plan left whole is marked 1: its coverage (section 5) is P, and the proof fails
         sharded = isinstance(parameter, DTensor) and parameter.placements[0].is_shard()
         if "norm" not in name:
             mark(parameter, replicas=group.size() if sharded or name.endswith("bias") else 1)
@@ -333,7 +333,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         target_logit = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0)
         both = torch.stack([target_logit, shifted.exp_().sum(-1)])
         target_logit, sum_exp = all_reduce(both, group)
-        # Not one peak + log(sum_exp): its rounding swamps 1 - softmax where softmax is almost 1
+        # Not saved as peak + log(sum_exp): its rounding swamps 1 - softmax where softmax nears 1
         ctx.save_for_backward(logits, column, elsewhere, peak, sum_exp)
         return sum_exp.log() - target_logit
 
@@ -380,7 +380,7 @@ def final_hidden_states(model, ids, group):
 
 
 def train_step(model, ids, labels, group, args, backward=True):
-    """Loss of ids (b, s), the same on every rank. The backward completes .grad, which was None."""
+    """Loss of ids (b, s), the same on every rank. Call it with .grad None: it is complete then."""
     loss = mean_loss(model, final_hidden_states(model, ids, group), labels, group, args)
     if backward:
         loss.backward()
@@ -395,7 +395,7 @@ def sum_gradients(model):
             dist.all_reduce(parameter.grad, group=parameter.sum_over)
 
 
-# The lesson ends here. What follows proves and measures it, first by what is this script's own.
+# The lesson ends here. The rest proves and measures it; from section 5 on all scripts are alike.
 
 
 def full_tensor(tensor):
@@ -470,7 +470,7 @@ def finalize_args(args, world):
 
 # Allowed relative errors. float64 is the proof; the others' rounding hides small mistakes
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bfloat16": 2e-1}
-IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ  # or alone
+IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ  # or fake
 
 
 def print_table(rows):
@@ -513,10 +513,10 @@ def load_model(args):
         if args.source is None:
             with args.device:
                 return auto.from_config(config, **how).train()
-        how |= {"use_safetensors": True, "ignore_mismatched_sizes": True}  # named below
+        how |= {"use_safetensors": True, "ignore_mismatched_sizes": True}  # reported below
         how |= {"output_loading_info": True, "trust_remote_code": False}
         model, loading = auto.from_pretrained(config=config, **args.source, **how)
-    except torch.OutOfMemoryError:  # oom_search.py's answer
+    except torch.OutOfMemoryError:  # oom_search.py looks for it
         raise
     except Exception as problem:  # of many kinds
         raise UsageError(f"cannot load the model {args.model}: {problem!r}") from None
@@ -531,8 +531,8 @@ def proof_batch(args, group, step=1):
     """ids and labels (b, s) of a step, such that an error is unlikely to cancel or hide.
 
     Step 2 has other tokens and another length, so that stale state from step 1 shows. Targets are
-    spread unevenly over sequences and tokens. Among inputs and, in a long sequence, targets are the
-    padding token and the first and last row of each rank's share of the vocabulary (tp.py's).
+    spread unevenly over sequences and tokens. Inputs, and in a long sequence targets, include the
+    padding token and the first and last row of each rank's share of the vocabulary.
     """
     vocabulary, length = args.config.vocab_size, args.length
     if step == 2:
@@ -572,7 +572,7 @@ def take_steps(model, args, group, parallel):
     found = {}
     step_function = train_step if parallel else reference_step
 
-    def keep(step, kind, name, tensor, marked):
+    def keep(step, kind, name, tensor, marked):  # marked: has mark()'s notes, or none
         shard = getattr(marked, "shard", None)
         replicas = getattr(marked, "replicas", group.size())  # not marked: every rank has all of it
         tensor = torch.atleast_1d(full_tensor(tensor.detach()).to("cpu", copy=True))
@@ -623,8 +623,8 @@ def compare(found, expected, args, group):
     coverage = sum(gather_objects(coverage, group))
     rows = []
     for i, (step, kind, name) in enumerate(expected):
-        # Relative to the tensor's norm. Some gradients are zero but for rounding: so at least to a
-        # thousandth (float64) or all (else) of the norm of all of its kind. Here norms are squared
+        # Relative to the tensor's norm. Some gradients are zero but for rounding: so divide by at
+        # least 1e-3 (float64) or 1 (else) times the norm of all of its kind. Norms are squared here
         least = of_kind[step, kind] * (1e-6 if args.dtype == "float64" else 1)
         error = math.sqrt(by_rank[:, i].sum() / (max(squares[i], least) or 1.0))
         row = {"name": name, "kind": kind, "step": step, "rank": by_rank[:, i].argmax().item()}
@@ -635,7 +635,7 @@ def compare(found, expected, args, group):
 
 
 def check_correctness(args, group):
-    """Tensors of three steps on P ranks against HF's untouched model, which every rank runs."""
+    """Tensors of all steps on P ranks against HF's untouched model, which every rank runs."""
     expected = take_steps(load_model(args), args, group, parallel=False)
     model = parallelize(load_model(args), group, args)
     found = take_steps(model, args, group, parallel=True)
@@ -691,7 +691,7 @@ class Meter(TorchDispatchMode):
         self.calls = Counter()
         self.bytes = Counter()
         self.peak = 0
-        # A storage's Python object lives as long as the storage: freed ones disappear from here
+        # PyTorch keeps a storage's Python object until it is freed: then it leaves this dictionary
         self.alive = weakref.WeakValueDictionary()
         self.see(gc.get_objects())  # what exists already
 
@@ -812,7 +812,7 @@ def find_model(name):
         raise UsageError(f"cannot read the model {name}: {problem!r}") from None
     if config is None:
         others = "scale logits (granite, gemma), fuse matrices (phi3, glm), have experts (lab 12), "
-        others += "norm all heads together (olmo2: for sp_ulysses.py and pp.py) or are not proved"
+        others += "norm all heads together (olmo2: only sp_ulysses.py and pp.py) or are not proved"
         would = f"{', '.join(FAMILIES)} would do; others {others}"
         raise UsageError(f"{name} is a model of type {family}; {would}")
     if "quantization_config" in entries or (path / "adapter_config.json").exists():
