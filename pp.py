@@ -9,8 +9,8 @@ Each of P ranks holds some of the layers, a stage, and sends hidden states on. P
 
 With one batch, one stage would wait while the other computes. So the batch is cut into M
 microbatches, and a schedule is the order in which a rank works on them. Here P = 2 and M = 4. F0 is
-the forward of microbatch 0; B0 -- is its backward, which takes twice as long (three times, where
---recompute full runs the forward again); a dot is waiting.
+the forward of microbatch 0; B0 -- is its backward, which takes twice as long (three times with
+--recompute full, the default, which runs the forward again); a dot is waiting.
 
 afab: all forward, all backward. Every rank keeps the activations of all M microbatches.
     rank 0   F0 F1 F2 F3 .  .  .  B0 -- B1 -- B2 -- B3 --
@@ -37,7 +37,7 @@ time with afab and 1f1b, (P-1)/(V M+P-1) interleaved, and (P-1)/(3 M+P-1) with z
     torchrun --nproc_per_node=2 pp.py --mode correctness --schedule 1f1b --microbatches 4
     torchrun --nproc_per_node=2 pp.py --mode all --schedule zb
     torchrun --nproc_per_node=2 pp.py --mode bubble --schedule zb  # measured beside simulated
-    python pp.py --mode schedule --schedule 1f1b --ranks 8 --microbatches 32  # drawn, without ranks
+    python pp.py --mode schedule --schedule 1f1b --ranks 8 --microbatches 32  # drawn by one process
     torchrun --nproc_per_node=2 labs/torch_pipeline.py --mode benchmark  # PyTorch runs the stages
     torchrun --nproc_per_node=2 labs/break_it.py pp.py mean_of_means --microbatches 3
 """
@@ -154,14 +154,14 @@ def one_f_one_b(rank, P, M, V=1):
 def interleaved(rank, P, M, V):
     """Interleaved 1F1B (Megatron-LM, arXiv 2104.04473): a rank's stages are rank, rank + P, ...
     A group of P microbatches goes through the rank's first stage, then through its second, and so
-    on; then the next group. With fewer than P a rank would be done with them before the first is
-    back from the last rank, and wait: so where P does not divide M > P, groups are larger. P = 2,
+    on; then the next group. A group of fewer than P is through a stage before its first is back
+    from the last rank, and the rank waits: so if P does not divide M > P, groups are larger. P = 2,
     V = 2, M = 5: groups 0 1 2 and 3 4 (gaps: where the warmup and the steady state end)
         rank 0   F0 F1 F2 f0 f1   f2 b0 F3 b1 F4 b2 f3 B0 f4 B1   B2 b3 b4 B3 B4
         rank 1   F0 F1 F2   f0 b0 f1 b1 f2 b2 F3 B0 F4 B1 f3 B2 f4 b3   b4 B3 B4
     Warmup: the first group's forwards in all of the rank's stages but the last (here 3), and 2 more
-    for each later rank. 1F1B has one, while a microbatch goes there, and waits while its gradient
-    comes back; the second fills that time.
+    for each later rank. Of these 1F1B has one, for a microbatch's way there, and waits while its
+    gradient comes back; the second fills that wait.
     """
     group_count = max(1, M // P)
     groups = [range(*split(M, i, group_count)) for i in range(group_count)]
@@ -178,8 +178,8 @@ def interleaved(rank, P, M, V):
 
 def zero_bubble(rank, P, M, V=1):
     """ZB-H1 (arXiv 2401.10241): 1F1B in which rank r runs W of microbatch m after B of m + r.
-    It holds P microbatches: P - r between F and B, r between B and W (of these each linear's x and
-    dy). After its last B come r + 1 W, while ranks before it still have B to do."""
+    Right after an F it holds P microbatches: P - r that wait for their B, r for their W (with each
+    linear's x and dy). After its last B come r + 1 W, while ranks before it still have B to do."""
     for action in one_f_one_b(rank, P, M):
         yield action
         if action.kind == "B" and action.microbatch >= rank:
@@ -275,7 +275,7 @@ def bubble_formula(P, M, V, forward, backward, weights=0.0):
     if M < P or weights > min(forward, backward):
         return None
     busy = V * M * (forward + backward + weights)
-    waiting = (P - 1) * (forward + backward - weights)  # after its last B it has P - 1 W
+    waiting = (P - 1) * (forward + backward - weights)  # P - 1 W fill a part of it
     return waiting / (busy + waiting)
 
 
@@ -294,7 +294,7 @@ def open_channels(group, stages, args):
     ranks, P = dist.get_process_group_ranks(group), group.size()
     receive_channels, send_channels = {}, {}
     timeout = datetime.timedelta(seconds=args.timeout)
-    for stage in range(min(stages - 1, P)):  # boundary P is between the ranks of boundary 0
+    for stage in range(min(stages - 1, P)):  # to stage + 1; from P on ranks repeat
         before, after = ranks[stage % P], ranks[(stage + 1) % P]
         for kind, sender, receiver in ("F", before, after), ("B", after, before):
             channel = dist.new_group([sender, receiver], timeout)  # all ranks have to call it
@@ -313,7 +313,7 @@ def open_channels(group, stages, args):
 # Copied from tp.py
 def mark(tensor, shard=None, replicas=1, sum_over=None):
     """Note on a tensor what later code reads. Training: sum_over, the group over which to sum its
-    gradient (None: no sum). The proof: shard, which (dim, start, end) of the full tensor it is
+    gradient (None: no sum). Section 5: shard, which (dim, start, end) of the full tensor it is
     (None: all of it), and replicas, how many ranks hold the same."""
     tensor.shard, tensor.replicas, tensor.sum_over = shard, replicas, sum_over
     return tensor
@@ -466,8 +466,8 @@ class Pipeline:
         return dist.irecv(tensor, *self.receive_channels[action.kind]), tensor
 
     def send(self, kind, tensor, sending):
-        """Start to send a result. A tensor has to exist until it is sent. At most P do: the next
-        one first waits for the oldest. With these schedules that is no deadlock."""
+        """Start to send a result. `sending` keeps it until it is sent, at most P of a kind: the
+        next one first waits for the oldest. With these schedules that is no deadlock."""
         if len(sending) == self.P:
             work, _ = sending.popleft()
             work.wait()
@@ -496,7 +496,7 @@ def parallelize(model, group, args):
                 if isinstance(module, nn.Linear):
                     layer.set_submodule(name, DeferredLinear(module, left_to_w))
     is_tied = model.lm_head.weight is model.model.embed_tokens.weight
-    if rank > 0 and not (is_tied and rank == P - 1):  # there it is lm_head's weight
+    if rank > 0 and not (is_tied and rank == P - 1):  # tied, it is lm_head's weight
         model.model.embed_tokens = nn.Identity()
     if rank < P - 1:
         model.model.norm, model.lm_head = nn.Identity(), nn.Identity()
@@ -541,7 +541,7 @@ def microbatch_loss(model, hidden, targets, count, args):
 
 
 def train_step(model, ids, labels, group, args, backward=True):
-    """Loss of ids (b, s), the same on every rank. Call it with .grad None: it is complete then."""
+    """Loss of ids (b, s), the same on every rank. .grad is None before, and complete after."""
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)  # the target of a token is the next one
     count = (targets != IGNORE).sum()
     loss_fn = partial(microbatch_loss, model, count=count, args=args)
@@ -593,7 +593,7 @@ def expected_traffic(model, group, args):
     stage_count = P * args.virtual_stages
     hidden = args.batch * args.length * model.config.hidden_size * element  # (b, s, h)
     rows = [("forward", "all_reduce", 1, max(4, element))]  # the loss
-    for phase, end in ("forward", stage_count - 1), ("backward", 0):  # end: the last to run it
+    for phase, end in ("forward", stage_count - 1), ("backward", 0):  # stage `end` sends none
         senders = sum(stage != end for stage in range(group.rank(), stage_count, P))
         rows.append((phase, "send", senders * M, senders * hidden))
     summed = [p for p in model.parameters() if p.sum_over is not None]  # the tied embedding
@@ -708,7 +708,7 @@ def finalize_args(args, world):
 
 # Allowed relative errors. float64 is the proof; the others' rounding hides small mistakes
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bfloat16": 2e-1}
-IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ  # or fake
+IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ  # or no torchrun
 
 
 def print_table(rows):
@@ -804,8 +804,8 @@ def sgd(model, lr):
 def take_steps(model, args, group, parallel):
     """{(step, kind, name): tensor} of three SGD steps, by this script (parallel) or HF's model.
 
-    Each tensor is marked with what it is of the full one. Step 3 has logits of up to thousands,
-    whose exp() overflows; it is taken in float64 only, since elsewhere rounding decides.
+    Each has mark()'s notes: which part of the full tensor it is. Step 3 has logits of up to
+    thousands, whose exp() overflows; it is in float64 only, since elsewhere rounding decides.
     """
     found = {}
     step_function = train_step if parallel else reference_step
@@ -929,7 +929,7 @@ class Meter(TorchDispatchMode):
         self.calls = Counter()
         self.bytes = Counter()
         self.peak = 0
-        # PyTorch keeps a storage's Python object until it is freed: then it leaves this dictionary
+        # A storage's Python object lives as long as the storage; a freed one leaves this dictionary
         self.alive = weakref.WeakValueDictionary()
         self.see(gc.get_objects())  # what exists already
 
@@ -1050,7 +1050,7 @@ def find_model(name):
         raise UsageError(f"cannot read the model {name}: {problem!r}") from None
     if config is None:
         others = "scale logits (granite, gemma), fuse matrices (phi3, glm), have experts (lab 12), "
-        others += "norm all heads together (olmo2: only sp_ulysses.py and pp.py) or are not proved"
+        others += "norm all heads together (olmo2, taken by sp_ulysses.py, pp.py) or are not proved"
         would = f"{', '.join(FAMILIES)} would do; others {others}"
         raise UsageError(f"{name} is a model of type {family}; {would}")
     if "quantization_config" in entries or (path / "adapter_config.json").exists():

@@ -209,7 +209,7 @@ def head_range(config, rank, world):
 # Copied from tp.py
 def mark(tensor, shard=None, replicas=1, sum_over=None):
     """Note on a tensor what later code reads. Training: sum_over, the group over which to sum its
-    gradient (None: no sum). The proof: shard, which (dim, start, end) of the full tensor it is
+    gradient (None: no sum). Section 5: shard, which (dim, start, end) of the full tensor it is
     (None: all of it), and replicas, how many ranks hold the same."""
     tensor.shard, tensor.replicas, tensor.sum_over = shard, replicas, sum_over
     return tensor
@@ -425,7 +425,7 @@ def final_hidden_states(model, ids, group):
 
 # Copied from tp.py
 def train_step(model, ids, labels, group, args, backward=True):
-    """Loss of ids (b, s), the same on every rank. Call it with .grad None: it is complete then."""
+    """Loss of ids (b, s), the same on every rank. .grad is None before, and complete after."""
     loss = mean_loss(model, final_hidden_states(model, ids, group), labels, group, args)
     if backward:
         loss.backward()
@@ -518,7 +518,7 @@ def finalize_args(args, world):
 
 # Allowed relative errors. float64 is the proof; the others' rounding hides small mistakes
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bfloat16": 2e-1}
-IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ  # or fake
+IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ  # or no torchrun
 
 
 def print_table(rows):
@@ -614,8 +614,8 @@ def sgd(model, lr):
 def take_steps(model, args, group, parallel):
     """{(step, kind, name): tensor} of three SGD steps, by this script (parallel) or HF's model.
 
-    Each tensor is marked with what it is of the full one. Step 3 has logits of up to thousands,
-    whose exp() overflows; it is taken in float64 only, since elsewhere rounding decides.
+    Each has mark()'s notes: which part of the full tensor it is. Step 3 has logits of up to
+    thousands, whose exp() overflows; it is in float64 only, since elsewhere rounding decides.
     """
     found = {}
     step_function = train_step if parallel else reference_step
@@ -739,7 +739,7 @@ class Meter(TorchDispatchMode):
         self.calls = Counter()
         self.bytes = Counter()
         self.peak = 0
-        # PyTorch keeps a storage's Python object until it is freed: then it leaves this dictionary
+        # A storage's Python object lives as long as the storage; a freed one leaves this dictionary
         self.alive = weakref.WeakValueDictionary()
         self.see(gc.get_objects())  # what exists already
 
@@ -860,7 +860,7 @@ def find_model(name):
         raise UsageError(f"cannot read the model {name}: {problem!r}") from None
     if config is None:
         others = "scale logits (granite, gemma), fuse matrices (phi3, glm), have experts (lab 12), "
-        others += "norm all heads together (olmo2: only sp_ulysses.py and pp.py) or are not proved"
+        others += "norm all heads together (olmo2, taken by sp_ulysses.py, pp.py) or are not proved"
         would = f"{', '.join(FAMILIES)} would do; others {others}"
         raise UsageError(f"{name} is a model of type {family}; {would}")
     if "quantization_config" in entries or (path / "adapter_config.json").exists():

@@ -26,8 +26,8 @@ treats each head by itself: so it gets all tokens of 1/P of the heads. One atten
     attention's output, like q    all-to-all       all-to-all       all-to-all
 
     once a step                   all-reduce loss  all-reduce of each gradient
-    with --shard-weights, and     all-gather of    all-gather of all weights,
-    no gradients' all-reduces     all weights      reduce-scatter of all gradients
+    with --shard-weights          all-gather of    all-gather of all weights, and, instead of the
+                                  all weights      all-reduces, reduce-scatter of all gradients
 
 --recompute none keeps all activations of a layer; full, the default, only its input, (b, s/P, h).
 Messages are of s/P tokens, and shrink with P (k, v: as long as each rank has a KV head of its own);
@@ -186,7 +186,7 @@ def head_range(config, rank, world):
 # Copied from tp.py
 def mark(tensor, shard=None, replicas=1, sum_over=None):
     """Note on a tensor what later code reads. Training: sum_over, the group over which to sum its
-    gradient (None: no sum). The proof: shard, which (dim, start, end) of the full tensor it is
+    gradient (None: no sum). Section 5: shard, which (dim, start, end) of the full tensor it is
     (None: all of it), and replicas, how many ranks hold the same."""
     tensor.shard, tensor.replicas, tensor.sum_over = shard, replicas, sum_over
     return tensor
@@ -199,7 +199,7 @@ def head_counts(config, world):
 
 
 def ulysses_attention(stock, stand_in, group, module, query, key, value, mask, **others):
-    """HF's attention function `stock`, with `stand_in` as its module, between all-to-alls.
+    """HF's attention function `stock` between all-to-alls; `stand_in` tells it about this rank.
 
     query (b, heads, s/P, d), key and value (b, KV heads, s/P, d) -> (b, s/P, heads, d).
     """
@@ -248,8 +248,8 @@ def recompute_layers(model):
 
 
 class UlyssesLlama(nn.Module):
-    """HF's decoder and head under HF's names. forward() does all, the loss too: only while it runs
-    does --shard-weights have embedding, last norm and head whole."""
+    """HF's decoder and head under HF's names. forward() does all, the loss too: --shard-weights has
+    embedding, last norm and head whole only in it and its backward."""
 
     def __init__(self, model):
         super().__init__()
@@ -273,8 +273,8 @@ def parallelize(model, group, args):
         shard_weights(model, group, args)
     for parameter in model.parameters():
         if args.shard_weights:
-            # The proof gets full_tensor() of a DTensor, on each of P ranks: P replicas. What
-            # fully_shard left whole is marked 1: its coverage (section 5) is P, and the proof fails
+            # Section 5 gets full_tensor() of a DTensor on each of P ranks, so that each counts
+            # 1/P. What fully_shard left whole is marked 1: it counts P times, and the proof fails
             mark(parameter, replicas=group.size() if isinstance(parameter, DTensor) else 1)
         else:  # replicated; a rank's tokens give a part of the gradient
             mark(parameter, replicas=group.size(), sum_over=group if group.size() > 1 else None)
@@ -339,10 +339,10 @@ def final_hidden_states(model, ids, group):
     ids = own_tokens(ids, group, 0)  # padding comes last: no token before it attends to it
     size = ids.shape[1]
     first = group.rank() * size
-    positions = torch.arange(group.size() * size, device=ids.device)[None]  # of all, as the mask is
+    positions = torch.arange(group.size() * size, device=ids.device)[None]  # of all, as the mask
 
-    # Some rotary embeddings (longrope) choose frequencies by the largest position: they get all
-    # tokens', for padding the last one's. Not the mask: HF takes a repeated one for a new document
+    # Some rotary embeddings (longrope) choose frequencies by the largest position of all: so padding
+    # gets the last token's. Not in the mask: HF takes a repeated position for a new document
     def without_padding(rotary, args, kwargs):
         return (args[0], positions.clamp(max=last)), {}  # hidden states, positions
 
@@ -357,7 +357,7 @@ def final_hidden_states(model, ids, group):
 
 
 def train_step(model, ids, labels, group, args, backward=True):
-    """Loss of ids (b, s), the same on every rank. Call it with .grad None: it is complete then."""
+    """Loss of ids (b, s), the same on every rank. .grad is None before, and complete after."""
     loss = model(ids, labels, group, args)
     if backward:
         loss.backward()
@@ -456,7 +456,7 @@ def finalize_args(args, world):
 
 # Allowed relative errors. float64 is the proof; the others' rounding hides small mistakes
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bfloat16": 2e-1}
-IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ  # or fake
+IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ  # or no torchrun
 
 
 def print_table(rows):
@@ -552,8 +552,8 @@ def sgd(model, lr):
 def take_steps(model, args, group, parallel):
     """{(step, kind, name): tensor} of three SGD steps, by this script (parallel) or HF's model.
 
-    Each tensor is marked with what it is of the full one. Step 3 has logits of up to thousands,
-    whose exp() overflows; it is taken in float64 only, since elsewhere rounding decides.
+    Each has mark()'s notes: which part of the full tensor it is. Step 3 has logits of up to
+    thousands, whose exp() overflows; it is in float64 only, since elsewhere rounding decides.
     """
     found = {}
     step_function = train_step if parallel else reference_step
@@ -677,7 +677,7 @@ class Meter(TorchDispatchMode):
         self.calls = Counter()
         self.bytes = Counter()
         self.peak = 0
-        # PyTorch keeps a storage's Python object until it is freed: then it leaves this dictionary
+        # A storage's Python object lives as long as the storage; a freed one leaves this dictionary
         self.alive = weakref.WeakValueDictionary()
         self.see(gc.get_objects())  # what exists already
 
@@ -798,7 +798,7 @@ def find_model(name):
         raise UsageError(f"cannot read the model {name}: {problem!r}") from None
     if config is None:
         others = "scale logits (granite, gemma), fuse matrices (phi3, glm), have experts (lab 12), "
-        others += "norm all heads together (olmo2: only sp_ulysses.py and pp.py) or are not proved"
+        others += "norm all heads together (olmo2, taken by sp_ulysses.py, pp.py) or are not proved"
         would = f"{', '.join(FAMILIES)} would do; others {others}"
         raise UsageError(f"{name} is a model of type {family}; {would}")
     if "quantization_config" in entries or (path / "adapter_config.json").exists():
