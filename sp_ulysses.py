@@ -341,7 +341,7 @@ def final_hidden_states(model, ids, group):
     first = group.rank() * size
     positions = torch.arange(group.size() * size, device=ids.device)[None]  # of all, as the mask
 
-    # Some rotary embeddings (longrope) choose frequencies by the largest position of all: so padding
+    # Some rotary embeddings (longrope) choose frequencies by the largest position of all: padding
     # gets the last token's. Not in the mask: HF takes a repeated position for a new document
     def without_padding(rotary, args, kwargs):
         return (args[0], positions.clamp(max=last)), {}  # hidden states, positions
