@@ -234,8 +234,9 @@ def overwritten_gradients(script):
 
     @instead_of(script.Pipeline)
     def backward(right, self, action, grad):
-        for parameter in self.stages[action.stage].parameters():
-            parameter.grad = None
+        for name, parameter in self.stages[action.stage].named_parameters():
+            if "embed_tokens" not in name:  # tied to the head, it is in other stages, too
+                parameter.grad = None
         return right(self, action, grad)
 
 
@@ -328,7 +329,7 @@ def no_op_parallelize(script):
 
 
 def pointless(name, script, args, world):
-    """Why a bug would change nothing with these options, and what would do; else None."""
+    """Why a bug would change nothing with these options, and what would do; or None."""
     options = vars(args)
     M = options.get("microbatches")
     if world == 1:
@@ -351,7 +352,6 @@ def pointless(name, script, args, world):
         return "needs 2 sequences: --batch 2 would do"
     if name == "untied_gradient" and not args.config.tie_word_embeddings:
         return f"is none where embeddings are not tied, as in {args.model}; tiny's are"
-    return None
 
 
 def load(path):
