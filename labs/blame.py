@@ -20,6 +20,7 @@ HINTS = {  # {a part of what is said: the cause}
     "Wait timeout": "a rank that the group does not have? they count from 0 and go round with % P",
     "gloo/transport": "all wait, or one died: start both (isend, irecv), then wait for both",
     "has no attribute 'wait'": "only async_op=True returns a handle",
+    "between instances of 'str'": "what a file has is text: int() or float() of it",
     "a gradient different than None": "None where ctx.needs_input_grad is False",
     "incorrect number of gradients": "one for each argument of forward, None for what has none",
 }

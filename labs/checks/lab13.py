@@ -17,25 +17,22 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from checks import shards, state
 from checks.compare import mistaken, tried
 from checks.disk import Disk, Killed, counting
 from checks.memory import Alive
 from checks.shards import (
     LAYOUTS,
     SHAPES,
-    check_cut,
-    check_overlap,
-    check_owners,
     drawn,
     finished,
     layouts_of,
-    numbers_of,
     part_of,
     read_full,
     same,
     save_with,
 )
-from checks.state import check_export, check_optimizer
+from checks.usual import alike, section, usual_results
 from harness import Wrong, expect
 
 
@@ -156,9 +153,8 @@ def stop_at(lab, first, second, old, new, stop, what):
         found = read_full(second)
     except (Wrong, finished.CheckpointError, OSError) as problem:
         text = getattr(problem, "found", problem)
-        raise Wrong(
-            f"{after}: neither checkpoint is whole ({Path(str(text)).name})", hint
-        ) from None
+        found = f"{after}: neither checkpoint is whole ({Path(str(text)).name})"
+        raise Wrong(found, hint) from None
     expect(same(found, old) or same(found, new), f"{after}: a mixture of old and new", hint)
     commits = disk.log.count("index.json is replaced")
     expect(commits <= 1, f"{commits} ranks commit", "rank 0 alone, when all files are there")
@@ -166,11 +162,33 @@ def stop_at(lab, first, second, old, new, stop, what):
     return disk.events
 
 
+MISTAKES = """
+== fill
+bytes_of(tensors[name]) -> bytes_of(tensors[name].clone())  # into the tensor itself, not a copy
+piece["at"] + j * size -> piece["at"] + j  # j counts numbers, `at` bytes: itemsize of each
+i * size : (i + n) * size -> i : i + n * size  # i counts numbers, a view bytes: itemsize of each
+piece["at"] + j * size -> piece["at"]  # n numbers from the piece's j-th on
+piece["at"] + j -> piece["at"] + i  # from the piece's j-th number to this tensor's i-th
+i * size : (i + n) * size -> j * size : (j + n) * size  # to this tensor's i-th; j is the piece's
+piece["at"] + ->  # `at`: where in the file the piece begins
+of each piece: n numbers, from its j-th behind `at` to this tensor's i-th, each of itemsize bytes
+"""
+
+
+def usual_fill(folder, index, name, mine, shard):
+    """The hint of the mistake in fill() that leaves the same numbers in a rank's tensor."""
+    tensors = {name: mine * torch.nan}
+    for hint, _ in usual_results(MISTAKES, finished.fill, (folder, index, tensors, {name: shard})):
+        if alike(tensors[name], mine):
+            return hint
+        tensors[name].fill_(torch.nan)
+    return section(MISTAKES, finished.fill)[-1]
+
+
 def check_fill(lab, group, seed):
     large = SHAPES | {f"layer{i}": (64, 64) for i in range(12)}
     full, size = drawn(seed, large), 0
-    hint = "of each piece: n numbers, from its j-th behind `at` to this tensor's i-th, each of "
-    hint += "itemsize bytes"
+    hint = section(MISTAKES, finished.fill)[-1]
     with tempfile.TemporaryDirectory() as folder:
         for (kind, world), (to, count) in itertools.product(LAYOUTS, LAYOUTS):
             if (kind, world) == (to, count):
@@ -180,22 +198,18 @@ def check_fill(lab, group, seed):
             save_with(finished, folder, full, kind, world)
             index = finished.read_index(folder)
             for rank, layout in enumerate(layouts_of(to, large, count)):
-                tensors = {
-                    n: torch.full((len(numbers_of(s)),), torch.nan, dtype=full[n].dtype)
-                    for n, s in layout.items()
-                }
-                what, given = (
-                    f"{kind} on {world} ranks to {to} on {count}, rank {rank}",
-                    tensors.copy(),
-                )
+                tensors = {n: part_of(full[n], s) * torch.nan for n, s in layout.items()}
+                what = f"{kind} on {world} ranks to {to} on {count}, rank {rank}"
+                given = tensors.copy()
                 tracemalloc.start()
                 with counting() as read, Alive() as alive:
                     tried(what, hint, lab.fill, folder, index, tensors, layout)
                 peak = alive.peak + tracemalloc.get_traced_memory()[1]
                 tracemalloc.stop()
                 for name, x in given.items():
-                    right = torch.equal(x, part_of(full[name], layout[name]))
-                    expect(right, f"{what}: {name} has other numbers", hint)
+                    if not torch.equal(x, part_of(full[name], layout[name])):
+                        hint = usual_fill(folder, index, name, x, layout[name])
+                        raise Wrong(f"{what}: {name} has other numbers", hint)
                 own = sum(x.nbytes for x in tensors.values())
                 text = "seek to what overlaps, and read no more"
                 expect(read.total <= own, f"{what}: {read.total} bytes read for {own}", text)
@@ -263,15 +277,15 @@ def check_mismatch(lab, index, full):
 
 
 CHECKS = {
-    "cut": (check_cut, 1),
-    "overlap": (check_overlap, 1),
-    "owners": (check_owners, 1),
+    "cut": (shards.check_cut, 1),
+    "overlap": (shards.check_overlap, 1),
+    "owners": (shards.check_owners, 1),
     "write": (check_write, 1),
     "save": (check_save, 1),
     "verify": (check_verify, 1),
     "fill": (check_fill, 1),
-    "optimizer": (check_optimizer, 1),
-    "export": (check_export, 1),
+    "optimizer": (state.check_optimizer, 1),
+    "export": (state.check_export, 1),
 }
 
 
@@ -287,13 +301,8 @@ def rename_without_fsync(lab):
 
 def step_count_lost(lab):
     """The step counts are copies: AdamW's bias correction begins anew after loading."""
-    right = lab.training_state
-
-    def training_state(model, optimizer):
-        found = right(model, optimizer)
-        return {n: x.clone() if n.endswith("/step") else x for n, x in found.items()}
-
-    lab.training_state = training_state
+    copy = 'state[key].clone() if key == "step" else state[key]'
+    lab.training_state = mistaken(finished.training_state, ("state[key] for", f"{copy} for"))
 
 
 BUGS = [padding_saved, rename_without_fsync, step_count_lost]

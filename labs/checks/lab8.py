@@ -221,7 +221,8 @@ def sums_of(parts, shared, groups, sizes):
         if groups[over].size() > 1:
             axis = axis_of[over]
             alike = [r for r in parts if finished.coordinates(r, sizes)[axis] == here[axis]]
-            hints[f"not summed over {over}: {WHY[over]}"] = sum(parts[r] for r in alike)
+            hint = f"not summed over {over}: {WHY[over]}; or the sum is not written into .grad"
+            hints[hint] = sum(parts[r] for r in alike)
             mean = f"a mean, not the sum, over {over}: microbatch_loss has divided already"
             hints[mean] = total / groups[over].size()
     hints["a mean, not the sum, over every group"] = total / len(parts)
@@ -372,11 +373,8 @@ def norm_over_tp_alone(lab):
 
 def clipped_by_own_norm(lab):
     """Each rank clips by the norm of what it holds: torch's own clip_grad_norm_ on every rank."""
-
-    def clip_gradients(model, norm, most):
-        nn.utils.clip_grad_norm_(model.parameters(), most)
-
-    lab.clip_gradients = clip_gradients
+    own = "nn.utils.get_total_norm([p.grad for p in model.parameters()])"
+    lab.clip_gradients = mistaken(finished.clip_gradients, ("(norm +", f"({own} +"))
 
 
 BUGS = [untied_table, norm_over_tp_alone, clipped_by_own_norm]
