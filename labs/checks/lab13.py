@@ -21,17 +21,7 @@ from checks import shards, state
 from checks.compare import mistaken, tried
 from checks.disk import Disk, Killed, counting
 from checks.memory import Alive
-from checks.shards import (
-    LAYOUTS,
-    SHAPES,
-    drawn,
-    finished,
-    layouts_of,
-    part_of,
-    read_full,
-    same,
-    save_with,
-)
+from checks.shards import LAYOUTS, SHAPES, drawn, finished, layouts_of, part_of, same, save_with
 from checks.usual import alike, section, usual_results
 from harness import Wrong, expect
 
@@ -71,14 +61,16 @@ def expect_file(data, found, full, kinds):
     """Raise Wrong unless a file has full {name: tensor}, and found says so; the header's bytes."""
     size, header = header_of(data)
     expect(list(header) == list(full), f"the header has {list(header)}, not {list(full)}")
-    end, hint = 0, "data_offsets count bytes from behind the header: [begin, end] of each"
+    end = 0
     for name, x in full.items():
+        hint = "data_offsets count bytes from behind the header: [begin, end] of each"
         right = {"dtype": kinds[name][0], "shape": list(x.shape)}
         right["data_offsets"] = [end, end + x.nbytes]
         expect(header[name] == right, f"{name} is {header[name]}, not {right}", hint)
         mine, end = data[8 + size + end :][: x.nbytes], end + x.nbytes
+        hint = "bytes_of(get(name)), in the order of kinds"
         numbers = bytes(finished.bytes_of(x))
-        expect(mine == numbers, f"the bytes of {name} are not its numbers", "bytes_of(get(name))")
+        expect(mine == numbers, f"the bytes of {name} are not its numbers", hint)
     right = {"bytes": len(data), "crc32": zlib.crc32(data)}
     right["at"] = {name: 8 + size + header[name]["data_offsets"][0] for name in full}
     for key, value in right.items():
@@ -112,7 +104,7 @@ def check_save(lab, group, seed):
             seen = save_with(lab, first, values, kind, world, backwards=True)
             what = f"save() from {kind} on {world} ranks"
             hint = "make_index() of what every rank wrote, by rank; kinds has a rank's own shapes"
-            expect(same(read_full(first), values), f"{what}: other numbers come back", hint)
+            expect(same(shards.read_full(first), values), f"{what}: other numbers come back", hint)
             index, files = finished.read_index(first), list(first.glob("save*"))
             pieces = [x for saved in index["tensors"].values() for x in saved["pieces"]]
             count = sum(piece["runs"][1] * piece["runs"][3] for piece in pieces)
@@ -150,7 +142,7 @@ def stop_at(lab, first, second, old, new, stop, what):
     if what == "a power failure":
         hint = "os.fsync the draft, os.replace, sync_folder, and only then remove what is old"
     try:
-        found = read_full(second)
+        found = shards.read_full(second)
     except (Wrong, finished.CheckpointError, OSError) as problem:
         text = getattr(problem, "found", problem)
         found = f"{after}: neither checkpoint is whole ({Path(str(text)).name})"
@@ -164,9 +156,10 @@ def stop_at(lab, first, second, old, new, stop, what):
 
 MISTAKES = """
 == fill
-bytes_of(tensors[name]) -> bytes_of(tensors[name].clone())  # into the tensor itself, not a copy
+bytes_of(tensors[name]) -> bytearray(9999)  # the tensor stays as it was: a copy is filled
 piece["at"] + j * size -> piece["at"] + j  # j counts numbers, `at` bytes: itemsize of each
 i * size : (i + n) * size -> i : i + n * size  # i counts numbers, a view bytes: itemsize of each
+i * size : (i + n) * size -> i * size : n * size  # a view of n numbers ends at i + n
 piece["at"] + j * size -> piece["at"]  # n numbers from the piece's j-th on
 piece["at"] + j -> piece["at"] + i  # from the piece's j-th number to this tensor's i-th
 i * size : (i + n) * size -> j * size : (j + n) * size  # to this tensor's i-th; j is the piece's
@@ -269,7 +262,7 @@ def check_mismatch(lab, index, full):
     for name, mine, where in cases:
         hint = "its name, full shape and dtype: is each what the index has?"
         if name is None:
-            hint = "the full shape is shard.shape, a tuple; the index has shapes as lists"
+            hint = "the index has DTYPE_NAMES, and full shapes as lists: shard.shape is a tuple"
         found = tried(f"mismatch() of {name}", hint, lab.mismatch, index, mine, where)
         known = isinstance(found, str) and name and name in found.replace(":", " ").split()
         what = f"{name} does not fit" if name else "all fits"

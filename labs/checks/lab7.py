@@ -10,17 +10,7 @@ import math
 import torch
 from checks import ring
 from checks.compare import expect_same, mistaken, tried
-from checks.ring import (
-    CONTIGUOUS,
-    EXACT,
-    PLACEMENTS,
-    TILE,
-    draw_from,
-    finished,
-    positions,
-    split,
-    tiles,
-)
+from checks.ring import PLACEMENTS, draw_from, finished, split
 from checks.usual import close_or_usual, usual_hint
 from harness import Wrong, expect, expect_close
 from torch.utils.flop_counter import FlopCounterMode
@@ -102,7 +92,7 @@ def check_positions(lab, group, seed):
         for rank, placement in itertools.product(range(world), PLACEMENTS):
             args = length, rank, world, placement
             right = chunks[rank] + chunks[-1 - rank]
-            if placement == CONTIGUOUS:
+            if placement == ring.CONTIGUOUS:
                 right = list(range(*split(length, rank, world)))
             mine = lab.positions(*args)
             kind = type(mine).__name__
@@ -117,7 +107,7 @@ def check_work(lab, group, seed):
     number, _ = draw_from(seed)
     for world, placement in itertools.product((1, 2, 3, 4), PLACEMENTS):
         args = 2 * world * number(3, 9) + number(0, 2 * world), world, placement
-        held = [positions(args[0], rank, world, placement) for rank in range(world)]
+        held = [ring.positions(args[0], rank, world, placement) for rank in range(world)]
         met = torch.tensor([[int((k <= q[:, None]).sum()) for k in held] for q in held])
         r, t = torch.arange(world)[:, None], torch.arange(world)
         mine, name = lab.work(*args), f"work of {world} ranks, {placement}"
@@ -138,7 +128,7 @@ def draw_parts(seed):
     Query 0 sees no key, queries 1 to 7 see none of the second set.
     """
     number, randn = draw_from(seed)
-    kv, g, n, d = number(1, 4), number(2, 4), TILE + number(5, 20), number(5, 9)
+    kv, g, n, d = number(1, 4), number(2, 4), ring.TILE + number(5, 20), number(5, 9)
     mixed = torch.argsort(randn(3 * n))
     q_pos, *k_pos = (part.sort()[0] for part in mixed.split(n))
     q_pos, k_pos = q_pos.clamp(min=9), [k_pos[0].clamp(min=1), k_pos[1].clamp(min=10)]
@@ -156,7 +146,7 @@ def softmax_attention(q, k, v, q_pos, k_pos):
 
 def pairs_in_tiles(q_pos, k_pos):
     """(query, key) pairs that attend() multiplies for each head: seen, or filling up the tiles."""
-    return sum(len(q_pos[rows]) * len(k_pos[keys]) for rows, keys in tiles(q_pos, k_pos))
+    return sum(len(q_pos[rows]) * len(k_pos[keys]) for rows, keys in ring.tiles(q_pos, k_pos))
 
 
 def check_attend(lab, group, seed):
@@ -220,7 +210,7 @@ def check_attend_backward(lab, group, seed):
             close_or_usual(name, mine[-1][i], right, *usual, args, i)
     right, dq = leaves[0].grad[..., 1:, :], mine[0][0] + mine[1][0]
     hint = usual_hint(*usual, calls[0], mine[0][0], 0)
-    error = expect_close("dq, summed over the parts", dq, right, EXACT, hint=hint)
+    error = expect_close("dq, summed over the parts", dq, right, ring.EXACT, hint=hint)
     return f"dq, dk, dv of two parts as autograd's of the whole, dq off by {error:.0e}"
 
 

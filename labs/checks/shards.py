@@ -98,6 +98,8 @@ def same(mine, right):
 MISTAKES = """
 == cut
 start * inner, (end - start) * inner, -> start, end - start,  # offset, length: numbers, not rows
+(end - start) * inner, *apart -> end * inner, *apart  # length: end - start of dim, in numbers
+shape[dim + 1 :] -> shape[dim:]  # one index of dim has the numbers of all dimensions behind dim
 (shape[dim] * inner, outer) -> (inner, outer)  # a run in each row, and a row apart
 (shape[dim] * inner, outer) -> (shape[dim], outer)  # a run in each row, and a row apart
 (shape[dim] * inner, -> ((end - start) * inner,  # stride: from run to run in the full tensor
@@ -111,12 +113,15 @@ offset: what lies before start; length: to end; stride: from run to run; count: 
 min(end, mine + size) -> mine + size  # padding, or the next tensor, is not a part of this one
 (shard, first - mine) -> (shard, first)  # at counts from where the rank's part of the vector begins
 (shard, first - mine) -> (shard, first - begin)  # at counts in the rank's vector, not in a tensor
+return found -> return [pair for pair in found if pair[0]]  # (None, 0) where it has none
 first - begin, last -> first, last  # a Shard's offset counts in its own tensor
 begin = end -> begin = -(-end // world) * world  # the vector is padded, not each tensor
 from the flat vector's [rank c, rank c + c), c rounded up, to the tensor's own numbers
 == overlap
 a * mine.length + start - x -> start  # positions are in the ranks' own tensors, not in the full one
 .length + start - -> .length * 0 + start - 0 *  # positions: in their own tensors, not the full one
+length + start -> length * 0 + start  # positions in the ranks' own tensors: a run behind another
+a * mine.stride -> a * mine.length  # runs begin stride apart in the full tensor
 a * mine.length + -> 0 +  # positions are in the ranks' own tensors: a run behind another
 y, end - start -> y, mine.length  # n: only the numbers that both runs have
 y, end - start -> y, end - start; return  # one for each two runs that share numbers
