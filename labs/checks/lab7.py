@@ -16,7 +16,7 @@ from harness import Wrong, expect, expect_close
 from torch.utils.flop_counter import FlopCounterMode
 
 SUBGROUP = True  # the group is not the world, and has other rank numbers
-SHAPES = "k, v have no g: k[:, :, None] beside (b, kv, g, n, d); dk, dv: .sum(2) over the g heads"
+SHAPES = "the keys of the tile, and no g in k, v: k[:, :, None]; dk, dv are sums over g: .sum(2)"
 MISTAKES = """
 == positions
 2 * world - 1 - rank -> world + rank  # 2P - 1 - r counts from the end
