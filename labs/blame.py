@@ -12,7 +12,7 @@ import torch.distributed as dist
 MESSAGES = "all_|broadcast|reduce|gather|scatter|barrier|i?send|i?recv|__init__"  # P2POp's
 HINTS = {  # {a part of what is said: the cause}
     "in the default group": "pass group=group: without it torch takes all ranks of the job",
-    "not part of group": "src, dst, peer count in the world: group_src, group_dst, group_peer",
+    "not part of group": "group_src, group_dst, group_peer count in the group, round with % P",
     "ProcessGroupGloo::": "all_gather fills P times what a rank brings, reduce_scatter a P-th",
     "non-empty list of Tensors": "there may be none: then there is nothing to do",
     "has to be contiguous": "x.contiguous() is what can be sent, and received into",

@@ -157,6 +157,8 @@ def stop_at(lab, first, second, old, new, stop, what):
 MISTAKES = """
 == fill
 bytes_of(tensors[name]) -> bytearray(9999)  # the tensor stays as it was: a copy is filled
+tensors[name].itemsize -> 8  # a number has itemsize bytes
+tensors[name].itemsize -> 4  # a number has itemsize bytes
 piece["at"] + j * size -> piece["at"] + j  # j counts numbers, `at` bytes: itemsize of each
 i * size : (i + n) * size -> i : i + n * size  # i counts numbers, a view bytes: itemsize of each
 i * size : (i + n) * size -> i * size : n * size  # a view of n numbers ends at i + n

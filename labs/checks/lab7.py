@@ -16,7 +16,7 @@ from harness import Wrong, expect, expect_close
 from torch.utils.flop_counter import FlopCounterMode
 
 SUBGROUP = True  # the group is not the world, and has other rank numbers
-SHAPES = "the keys of the tile, and no g in k, v: k[:, :, None]; dk, dv are sums over g: .sum(2)"
+SHAPES = "a tile's rows and keys; no g in k, v: k[:, :, None]; dk, dv of ds^T, p^T, .sum(2) over g"
 MISTAKES = """
 == positions
 2 * world - 1 - rank -> world + rank  # 2P - 1 - r counts from the end
