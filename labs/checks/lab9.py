@@ -30,6 +30,7 @@ MISTAKES = """
 2 * (heads + kv) * config.head_dim -> 2 * (h + kv * config.head_dim)  # heads * head_dim is not h
 3 * config -> 2 * config  # gate, up and down: three matrices
 + 2 * h -> + h  # a layer has two norms
++ 2 * h ->  # a layer has two norms
 (1 if config.tie_word_embeddings else 2) -> 2  # tied embeddings are one Parameter: count it once
 (1 if config.tie_word_embeddings else 2) -> 1  # an untied head has weights of its own
 else 2) + h -> else 2)  # the root has the last norm
@@ -62,6 +63,7 @@ backwards * (full -> (full  # stages 0 and 1 send once a step, 2 and 3 in each b
 "all_gather": sum(full)} -> "all_gather": reduced}  # parameters change once a step
 full[0] + 2 * sum(full[1:]) -> 2 * sum(full)  # the root unit is gathered once for both
 full[0] + 2 * sum(full[1:]) -> sum(full)  # a layer is gathered twice: it is freed in between
+: gathered} -> : gathered + sum(full)}  # no gather after a step: the next forward has one
 "all_reduce": sum -> "all_reduce": 2 * sum  # the message is n, whatever it takes to send it
 each unit with its padding, once for each time that it is sent
 """
@@ -76,7 +78,8 @@ def check_flat(lab, group, seed):
         size, c = len(numbers), -(-len(numbers) // world)
         zeros = numbers.new_zeros(world * c - size)
         name = f"flatten() of {size} numbers for {world} ranks"
-        mine, before = lab.flatten(tensors, world), [x.clone() for x in tensors]
+        hint, before = "torch.cat of all, each flattened", [x.clone() for x in tensors]
+        mine = tried(name, hint, lab.flatten, tensors, world)
         hint = f"{world} shards of {c}: {world * c - size} zeros, behind the last tensor alone"
         expect_equal(name, mine, torch.cat([numbers, zeros]), {}, hint)
         expect(mine.dtype == kind, f"{name} is {mine.dtype}, not {kind}", "zeros of their dtype")
@@ -146,7 +149,7 @@ def check_predict_messages(lab, group, seed):
             what = f"ZeRO-{stage} on {world} ranks, {backwards} backwards: {found}, not {right}"
             expect(sizes == given, "the caller's sizes are changed", "no pop()")
             same = isinstance(found, dict) and set(found) == set(right)
-            expect(same, what, "only the collectives that are used, by their names")
+            expect(same, what, "stage 0: all_reduce alone; else reduce_scatter, all_gather")
             for op in [op for op in right if found[op] != right[op]]:
                 raise Wrong(what, usual_hint(MISTAKES, finished.messages, args, found[op], op))
     return "1 to 4 ranks, 1 to 3 backwards a step: bytes of every collective"
