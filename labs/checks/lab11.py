@@ -33,6 +33,7 @@ MISTAKES = """
 model.layers * ->  # of all layers, not of one
 hidden) -> hidden * model.kv_heads / model.heads)  # every query head multiplies
 hidden) -> hidden / model.heads)  # every query head multiplies
+hidden) -> hidden * model.heads)  # hidden is the features of all heads together
 6 * model.head -> 12 * model.head  # the embedding is a lookup: it multiplies nothing
 6 * -> 6 * length *  # for a token, not for a sequence
 (2 * length -> (2 * length * length  # for a token, not for a sequence
@@ -56,6 +57,7 @@ max(compute, -> (compute +  # the slower limit decides, not their sum
 max( -> min(  # the slower limit is the larger time
 BF16 * -> 1 *  # a bf16 number has 2 bytes
 BF16 -> FP32  # a bf16 number has 2 bytes
+/ cluster.matmul -> / cluster.memory  # operations over cluster.matmul, bytes over cluster.memory
 2 * rows -> rows  # a multiplication and an addition are two operations
 cluster.matmul -> cluster.peak  # cluster.matmul is what matmuls reach, peak is the data sheet's
 cluster. -> H100.  # the cluster is an argument
@@ -98,10 +100,12 @@ return microbatches -> return (microbatches + stages - 1)  # without the bubble,
 (stages - 1) -> 2 * (stages - 1)  # slowest is a forward and a backward together
 microbatches * slowest -> microbatches * slowest * stages  # the stages work at the same time
 microbatches * slowest -> slowest  # of all microbatches
+(stages - 1) * slowest -> (stages - 1) * slowest / microbatches  # slowest is of one microbatch
 (stages - 1) * slowest -> (stages - 1) / (microbatches + stages - 1)  # seconds, not a fraction
 (work, bubble): each of all microbatches; once for each other stage
 == gradient_seconds
 2 * ring - last_backward -> 2 * ring  # the last microbatch's backward hides some of it
+max(0.0, 2 * ring - last_backward) -> max(0.0, ring - last_backward) + ring  # both are hidden
 2 * ring -> ring  # an all-reduce is a reduce-scatter and an all-gather
 zero == 0 -> zero == 1  # zero 0 has the all-reduce, zero 1 gathers weights
 max(0.0, 2 * ring -> 2 * max(0.0, ring  # last_backward seconds are hidden of both together
@@ -109,6 +113,7 @@ max(0.0, -> max(-1e9,  # no more can be hidden than there is
 return ring -> return -last_backward + ring  # the runs show nothing that hides zero 1's messages
 FP32 -> BF16  # gradients are float32: 4 bytes; zero 1 gathers 2 bytes of weights besides
 BF16 -> FP32  # zero 1 gathers weights in bf16: 2 bytes
+BF16 * weights, -> BF16 * weights / dp,  # the message is the full tensor, not a shard
 // tp ->  # a node's GPUs are shared by its tp ranks
 max(1, -> max(0,  # at least one rank is in a node
 cluster.node -> 8  # cluster.node GPUs are in a node
@@ -133,6 +138,7 @@ predicted / measured - 1 -> predicted - measured  # relative to what was measure
 statistics.mean( -> sum(  # a fraction, not a count
 (a[1] > b[1]) -> (a[1] < b[1])  # right: the faster run was predicted to be the faster
 statistics.median -> statistics.mean  # a median, not a mean
+statistics.median(errors) -> sorted(errors)[len(errors) // 2]  # of two in the middle the mean
 setdefault(case, -> setdefault(0,  # pairs and picks within one case
 combinations(case, 2) -> combinations(sum(cases, []), 2)  # pairs within one case
 if len(case) > 1 ->  # picks are of cases with two runs or more
@@ -154,6 +160,8 @@ least squares of all runs at once: two unknowns, no constant
 5 * layers + 2 -> 5 * layers + 1  # embedding and head send, too
 6 * layers + 3 -> 6 * layers + 2  # the head's gather is recomputed, too
 5 * layers + 2 -> 6 * layers + 3  # no scatter behind the last matmul is recomputed: a layer has 5
+5 * layers + 2 -> 6 * layers + 2  # no scatter behind the last matmul is recomputed: a layer has 5
+units, 2 * weights -> units, 2 * weights / ranks  # the message is the full tensor, not a shard
 layers + 2) * hidden) -> layers + 2) * hidden / (5 * layers + 2))  # of all calls together
 layers + 3) * hidden) -> layers + 3) * hidden / (6 * layers + 3))  # of all calls together
 2 * hidden)] -> 2 * hidden / ranks)]  # a stage has all tokens

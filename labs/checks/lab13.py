@@ -63,7 +63,7 @@ def expect_file(data, found, full, kinds):
     expect(list(header) == list(full), f"the header has {list(header)}, not {list(full)}")
     end = 0
     for name, x in full.items():
-        hint = "data_offsets count bytes from behind the header: [begin, end] of each"
+        hint = "as kinds has it; data_offsets count bytes from behind the header: [begin, end]"
         right = {"dtype": kinds[name][0], "shape": list(x.shape)}
         right["data_offsets"] = [end, end + x.nbytes]
         expect(header[name] == right, f"{name} is {header[name]}, not {right}", hint)
@@ -157,6 +157,7 @@ def stop_at(lab, first, second, old, new, stop, what):
 MISTAKES = """
 == fill
 bytes_of(tensors[name]) -> bytearray(9999)  # the tensor stays as it was: a copy is filled
+["pieces"]: -> ["pieces"][:1]:  # every piece may have some of a tensor's numbers
 tensors[name].itemsize -> 8  # a number has itemsize bytes
 tensors[name].itemsize -> 4  # a number has itemsize bytes
 piece["at"] + j * size -> piece["at"] + j  # j counts numbers, `at` bytes: itemsize of each
@@ -237,12 +238,12 @@ def check_verify(lab, group, seed):
             path.unlink(missing_ok=True)
             if bytes_now is not None:
                 path.write_bytes(bytes_now)
-            title, returned = f"a file that is {what}", f"return a line, or None; {hint}"
+            title, returned = f"a file that is {what}", f"a line with its path, or None; {hint}"
             files = [path.name, other.name][:: 1 if lab.BLOCK == 256 else -1]
             with counting() as read:
                 found = tried(title, returned, lab.damage, folder, index, files)
             known = isinstance(found, str) and str(path) in found and "\n" not in found
-            expect(known if named else found is None, f"{title}: {found}", hint)
+            expect(known if named else found is None, f"{title}: {found}", returned)
             expect(read.most <= lab.BLOCK, f"{read.most} bytes at once", "blocks of BLOCK bytes")
             found = tried(title, returned, lab.damage, folder, index, [other.name])
             expect(found is None, f"another file was asked for: {found}", "look at `files` alone")

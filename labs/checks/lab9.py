@@ -181,7 +181,7 @@ def expect_unit(unit, memory):
     unit.gather()
     full, view = unit.full, unit.params[0].detach().T
     expect(unit.coming is None, "after gather() coming is not None", "it has come")
-    expect(view.numel(), "gather() leaves the parameters empty", "lend() fills them")
+    expect(view.numel(), "gather() leaves the parameters empty", "free() leaves full None; then lend() fills them")
     unit.gather()
     expect(unit.full is full, "gather() gathers what is here already", "do nothing then")
     with Alive() as alive:

@@ -114,6 +114,7 @@ min(end, mine + size) -> mine + size  # padding, or the next tensor, is not a pa
 (shard, first - mine) -> (shard, first)  # at counts from where the rank's part of the vector begins
 (shard, first - mine) -> (shard, first - begin)  # at counts in the rank's vector, not in a tensor
 return found -> return [pair for pair in found if pair[0]]  # (None, 0) where it has none
+min(end, mine + size) -> end  # the next rank has what lies behind mine + size
 first - begin, last -> first, last  # a Shard's offset counts in its own tensor
 begin = end -> begin = -(-end // world) * world  # the vector is padded, not each tensor
 from the flat vector's [rank c, rank c + c), c rounded up, to the tensor's own numbers
@@ -124,6 +125,7 @@ length + start -> length * 0 + start  # positions in the ranks' own tensors: a r
 a * mine.stride -> a * mine.length  # runs begin stride apart in the full tensor
 a * mine.length + -> 0 +  # positions are in the ranks' own tensors: a run behind another
 y, end - start -> y, mine.length  # n: only the numbers that both runs have
+min(x + mine.length, y + theirs.length) -> x + mine.length  # only the numbers that both runs have
 y, end - start -> y, end - start; return  # one for each two runs that share numbers
 if x + mine.length == end: -> if a + 1 < mine.count:  # when the earlier of two runs ends, go on
 b += 1 -> a, b = a + 1, b + 1  # when the earlier of two runs ends, take the next of that alone
