@@ -80,7 +80,7 @@ def check_flat(lab, group, seed):
         name = f"flatten() of {size} numbers for {world} ranks"
         hint, before = "torch.cat of all, each flattened", [x.clone() for x in tensors]
         mine = tried(name, hint, lab.flatten, tensors, world)
-        hint = f"{world} shards of {c}: {world * c - size} zeros, behind the last tensor alone"
+        hint = f"{world} shards of {c}: the tensors in order, then {world * c - size} zeros"
         expect_equal(name, mine, torch.cat([numbers, zeros]), {}, hint)
         expect(mine.dtype == kind, f"{name} is {mine.dtype}, not {kind}", "zeros of their dtype")
         expect_same("a tensor", tensors, before)
@@ -181,7 +181,7 @@ def expect_unit(unit, memory):
     unit.gather()
     full, view = unit.full, unit.params[0].detach().T
     expect(unit.coming is None, "after gather() coming is not None", "it has come")
-    expect(view.numel(), "gather() leaves the parameters empty", "free() leaves full None; then lend() fills them")
+    expect(view.numel(), "gather() leaves the parameters empty", "full None, then lend()")
     unit.gather()
     expect(unit.full is full, "gather() gathers what is here already", "do nothing then")
     with Alive() as alive:
