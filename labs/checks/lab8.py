@@ -227,7 +227,8 @@ def check_finish_gradients(lab, group, seed):
             p.grad = parts[group.rank()].clone()
             right[name] = sums_of(parts, p.shared, groups, sizes)
         with Traffic() as traffic, default_group_refused():
-            lab.finish_gradients(model, groups)
+            hint = "split as they were joined: numel() of each"
+            tried("finish_gradients()", hint, lab.finish_gradients, model, groups)
         for name, p in sorted(model.named_parameters(), key=lambda item: len(item[1].shared)):
             total, hints = right[name]
             title = f"{say(sizes)}, rank {group.rank()}: the gradient of {name}"
