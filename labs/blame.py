@@ -12,7 +12,7 @@ import torch.distributed as dist
 MESSAGES = "all_|broadcast|reduce|gather|scatter|barrier|i?send|i?recv|__init__"  # P2POp's
 HINTS = {  # {a part of what is said: the cause}
     "in the default group": "pass group=group: without it torch takes all ranks of the job",
-    "not part of group": "src, dst, peer count in the world: group_src, group_dst, group_peer",
+    "not part of group": "group_src, group_dst, group_peer count in the group, round with % P",
     "ProcessGroupGloo::": "all_gather fills P times what a rank brings, reduce_scatter a P-th",
     "non-empty list of Tensors": "there may be none: then there is nothing to do",
     "has to be contiguous": "x.contiguous() is what can be sent, and received into",
@@ -20,6 +20,7 @@ HINTS = {  # {a part of what is said: the cause}
     "Wait timeout": "a rank that the group does not have? they count from 0 and go round with % P",
     "gloo/transport": "all wait, or one died: start both (isend, irecv), then wait for both",
     "has no attribute 'wait'": "only async_op=True returns a handle",
+    "between instances of 'str'": "what a file has is text: int() or float() of it",
     "a gradient different than None": "None where ctx.needs_input_grad is False",
     "incorrect number of gradients": "one for each argument of forward, None for what has none",
 }

@@ -87,6 +87,20 @@ def test_bugs_are_listed_and_a_prediction_is_asked_for(name, capsys):
     assert question.endswith("?") and formula and callable(measure)
 
 
+TABLE = re.compile(r'"""\n== (.*?)\n"""', re.S)  # of usual mistakes, in any file of checks/
+TABLES = {p.stem: TABLE.findall(p.read_text()) for p in (ROOT / "labs" / "checks").glob("*.py")}
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(TABLES) if TABLES[name]])
+def test_usual_mistakes_are_parts_of_the_finished_exercises(name):
+    checks, mistaken = sys.modules[f"checks.{name}"], sys.modules["checks.compare"].mistaken
+    for section in "\n== ".join(TABLES[name]).split("\n== "):
+        exercise, *lines, _ = section.splitlines()
+        for line in lines:
+            ours, theirs = line.rpartition("  # ")[0].split(" ->")
+            mistaken(getattr(checks.finished, exercise), (ours, theirs.removeprefix(" ")))
+
+
 BAD = [
     ("lab1", "--ranks 1", "argument --ranks: invalid choice: 1"),
     ("lab1", "--inject-bug typo", "no bug typo; --inject-bug list names them"),

@@ -173,9 +173,8 @@ def check_finish(lab, group, seed):
                 run_step(parallel, model, own, batches, rank not in skips, late)
             for (name, p), alone in zip(model.named_parameters(), own.parameters()):
                 what, mine = f"{case}: the gradient of {name}", alone.grad
-                expect(
-                    p.grad is not None, f"{what} is None", "the other ranks' sum is its gradient"
-                )
+                hint = "the other ranks' sum is its gradient"
+                expect(p.grad is not None, f"{what} is None", hint)
                 mine = torch.zeros_like(p) if mine is None else mine
                 hints = usual_gradients(mine, group, sum(map(len, batches)), total)
                 limit = EXACT if dtype == torch.float64 else 1e-5

@@ -83,9 +83,8 @@ def check_exchange(lab, group, seed):
         with noted_waits() as waits:
             mine, traffic = counted(lab.exchange, x, to, source, right.shape, group)
         expect(len(waits) >= 2, f"waits for {len(waits)} of 2 transfers", late)
-        expect(
-            mine.dtype == x.dtype, f"{mine.dtype} is returned for {x.dtype}", "x.new_empty(shape)"
-        )
+        found = f"{mine.dtype} is returned for {x.dtype}"
+        expect(mine.dtype == x.dtype, found, "x.new_empty(shape)")
         swapped = "this comes from rank `to`: it goes to `to` and comes from `source`"
         own = "this is the rank's own x, not what it receives"
         expect_close("what was received", mine, right, 0, {own: x, swapped: xs[to]})

@@ -26,15 +26,21 @@ FORMS = {  # what a function returns, if not a number
 }
 MISTAKES = """
 == flops_per_token
-6 * model.layers -> 2 * model.layers  # the forward alone: the backward has two matmuls for each
 3 * model.layers -> model.layers  # the forward alone: the backward has two matmuls for each
-6 * model.head -> 2 * model.head  # the forward alone: the backward has two matmuls for each
+6 * model. -> 2 * model.  # the forward alone: the backward has two matmuls for each
 6 * model. -> 3 * model.  # a multiplication and an addition are two operations
 (2 * length -> (length  # without the mask's half; the convention counts every position
 model.layers * ->  # of all layers, not of one
 hidden) -> hidden * model.kv_heads / model.heads)  # every query head multiplies
+hidden) -> hidden / model.heads)  # every query head multiplies
+hidden) -> hidden * model.heads)  # hidden is the features of all heads together
 6 * model.head -> 12 * model.head  # the embedding is a lookup: it multiplies nothing
 6 * -> 6 * length *  # for a token, not for a sequence
+(2 * length -> (2 * length * length  # for a token, not for a sequence
+6 * model.head_weights -> 6 * model.head_weights * (not model.tied)  # a tied head multiplies, too
+6 * model. -> 8 * model.  # what training needs: nothing is recomputed
+6 * model. -> 4 * model.  # the backward has two matmuls for each of the forward
+3 * model.layers -> 2 * model.layers  # the backward has two matmuls for each of the forward
 (layers, attention, head): 6 for each weight; 3 times two products of 2 * length * hidden a layer
 == mfu
 (gpus * peak) -> peak  # the tokens are of all GPUs, the peak is of one
@@ -42,6 +48,7 @@ return -> return 1 / gpus *  # tokens_per_second is of all GPUs already
 return -> return 100 *  # a fraction, not percent
 return -> return length *  # flops_per_token() is of one token: nothing to multiply by length
 )) / -> )[:1]) /  # layers, attention and head together
+)) / -> )[:2]) /  # layers, attention and head together
 (gpus * peak) -> gpus * peak  # a / b * c is (a / b) * c: parentheses
 * peak -> * H100.peak  # the peak is an argument
 operations needed a second, over those that could be done
@@ -49,6 +56,8 @@ operations needed a second, over those that could be done
 max(compute, -> (compute +  # the slower limit decides, not their sum
 max( -> min(  # the slower limit is the larger time
 BF16 * -> 1 *  # a bf16 number has 2 bytes
+BF16 -> FP32  # a bf16 number has 2 bytes
+/ cluster.matmul -> / cluster.memory  # operations over cluster.matmul, bytes over cluster.memory
 2 * rows -> rows  # a multiplication and an addition are two operations
 cluster.matmul -> cluster.peak  # cluster.matmul is what matmuls reach, peak is the data sheet's
 cluster. -> H100.  # the cluster is an argument
@@ -60,6 +69,9 @@ return sent -> return (ranks - 1) * cluster.hop + sent  # a ring inside a node h
 (ranks - 1) * c -> c  # each step of a ring that leaves the node costs a hop
 (ranks - 1) * c -> ranks * c  # a ring has ranks - 1 steps
 (nodes - 1) * -> nodes *  # spread: for each node after the first
+(nodes - 1) * -> 1 *  # spread: for each node after the first
+if nodes <= 1 -> if False  # inside one node: nvlink, no network and no hop
+/ cluster.nvlink -> / (in_node * cluster.nvlink)  # nvlink is the rate of the whole ring
 (in_node * cluster.network) -> cluster.network  # each of the in_node GPUs has an adapter of its own
 ranks / in_node -> ranks / cluster.node  # in_node says how many of the ranks share a node
 in a node bytes over nvlink; else a hop a step, and for each byte the network and the spread
@@ -69,11 +81,13 @@ matmul / tp -> matmul  # in the forward its own tokens' matmul alone hides the g
 2 * max( -> max(  # the backward gathers again and scatters
 return message + b -> return beside_own + b  # nothing hides the forward's reduce-scatter
 return message + beside_own -> return message  # the backward gathers dy
+2 * max(0.0, message -> max(0.0, 2 * message  # dx hides one message, dW another
+beside_own + 2 * max(0.0, message -> max(0.0, 3 * message - 2 *  # each by itself, at least 0
 way == "row" -> way != "row"  # row and column are exchanged
 - matmul) -> - matmul / tp)  # in the backward whole matmuls hide a column's messages
 of each message of the table what is longer than what it runs beside, at least 0
 == host_gap
-return forward -> return max(0, host - device); forward  # forward and backward apart: each may wait
+return forward -> return max(0, host - device); forward  # forward and backward apart: 1/3 and 2/3
 return forward -> return max(forward, backward); forward  # both may wait: the sum
 return -> return device +  # how long the device waits, not how long it takes in all
 device * 2 -> device  # the forward has a third of the device's work, the backward two
@@ -83,14 +97,23 @@ half of the host's work against a third of the device's, then two thirds; each a
 (stages - 1) -> stages  # the stage itself is none of the others
 (stages - 1) -> microbatches * (stages - 1)  # once a step, not once a microbatch
 return microbatches -> return (microbatches + stages - 1)  # without the bubble, the second number
+(stages - 1) -> 2 * (stages - 1)  # slowest is a forward and a backward together
+microbatches * slowest -> microbatches * slowest * stages  # the stages work at the same time
+microbatches * slowest -> slowest  # of all microbatches
+(stages - 1) * slowest -> (stages - 1) * slowest / microbatches  # slowest is of one microbatch
+(stages - 1) * slowest -> (stages - 1) / (microbatches + stages - 1)  # seconds, not a fraction
 (work, bubble): each of all microbatches; once for each other stage
 == gradient_seconds
 2 * ring - last_backward -> 2 * ring  # the last microbatch's backward hides some of it
+max(0.0, 2 * ring - last_backward) -> max(0.0, ring - last_backward) + ring  # both are hidden
 2 * ring -> ring  # an all-reduce is a reduce-scatter and an all-gather
+zero == 0 -> zero == 1  # zero 0 has the all-reduce, zero 1 gathers weights
+max(0.0, 2 * ring -> 2 * max(0.0, ring  # last_backward seconds are hidden of both together
 max(0.0, -> max(-1e9,  # no more can be hidden than there is
 return ring -> return -last_backward + ring  # the runs show nothing that hides zero 1's messages
 FP32 -> BF16  # gradients are float32: 4 bytes; zero 1 gathers 2 bytes of weights besides
 BF16 -> FP32  # zero 1 gathers weights in bf16: 2 bytes
+BF16 * weights, -> BF16 * weights / dp,  # the message is the full tensor, not a shard
 // tp ->  # a node's GPUs are shared by its tp ranks
 max(1, -> max(0,  # at least one rank is in a node
 cluster.node -> 8  # cluster.node GPUs are in a node
@@ -100,6 +123,7 @@ two rings over dp, of which zero 0 alone hides up to last_backward seconds
 (dp * pp * tp) -> dp  # a GPU's tokens, not all GPUs'
 (dp * pp * tp) -> (pp * tp)  # a replica has pp * tp GPUs, and there are dp of them
 return dp * -> return  # of all dp replicas
+* 4096 ->  # a sequence has 4096 tokens
 dp * mbs * gradacc -> int(row["gbs"])  # count the sequences that dp, mbs and gradacc make
 tp, mbs, gradacc, zero= -> tp, mbs, zero=  # gradacc microbatches, each of mbs sequences
 tp, mbs, gradacc, zero= -> tp, gradacc, mbs, zero=  # gradacc microbatches, each of mbs sequences
@@ -110,8 +134,13 @@ tokens of dp * mbs * gradacc sequences, over the seconds of predict() and all GP
 == score
 abs(p -> (p  # off by as much, above or below: abs()
 predicted / measured -> measured / predicted  # relative to what was measured
+predicted / measured - 1 -> predicted - measured  # relative to what was measured
+statistics.mean( -> sum(  # a fraction, not a count
+(a[1] > b[1]) -> (a[1] < b[1])  # right: the faster run was predicted to be the faster
 statistics.median -> statistics.mean  # a median, not a mean
+statistics.median(errors) -> sorted(errors)[len(errors) // 2]  # of two in the middle the mean
 setdefault(case, -> setdefault(0,  # pairs and picks within one case
+combinations(case, 2) -> combinations(sum(cases, []), 2)  # pairs within one case
 if len(case) > 1 ->  # picks are of cases with two runs or more
 * 1.05 ->  # at most 1.05 times as long as the fastest
 max(case)[1] * -> max(case)[0] *  # judged by what was measured, not by what was predicted
@@ -125,16 +154,28 @@ least squares of all runs at once: two unknowns, no constant
 5 * layers + 2 -> 4 * layers + 2  # what a layer sends again when it is recomputed
 6 * layers + 3 -> 4 * layers + 3  # what a layer sends again when it is recomputed
 12 * layers, 3 * -> 8 * layers, 2 *  # what a layer sends again when it is recomputed
+12 * layers, -> 3 * layers,  # one call each for q, k, v and attention's output
+12 * layers, -> 6 * layers,  # one call each for q, k, v and attention's output
+12 * layers, 3 * -> 4 * layers, 1 *  # forward, recomputed, and the gradients
 5 * layers + 2 -> 5 * layers + 1  # embedding and head send, too
 6 * layers + 3 -> 6 * layers + 2  # the head's gather is recomputed, too
 5 * layers + 2 -> 6 * layers + 3  # no scatter behind the last matmul is recomputed: a layer has 5
+5 * layers + 2 -> 6 * layers + 2  # no scatter behind the last matmul is recomputed: a layer has 5
+units, 2 * weights -> units, 2 * weights / ranks  # the message is the full tensor, not a shard
 layers + 2) * hidden) -> layers + 2) * hidden / (5 * layers + 2))  # of all calls together
 layers + 3) * hidden) -> layers + 3) * hidden / (6 * layers + 3))  # of all calls together
+2 * hidden)] -> 2 * hidden / ranks)]  # a stage has all tokens
+* hidden) -> * hidden / ranks)  # H has all tokens: (length, hidden)
+6 * layers + 3 -> 5 * layers + 2  # a layer gathers 2 forward, 2 backward, 2 recomputed; head 2
 "send", 2, 2 * -> "send", 1, 1 *  # 1 forward, 1 backward
+"send", 2, 2 * -> "send", 2 * (ranks - 1), 2 * (ranks - 1) *  # what one rank sends, not all
 hidden / ranks -> hidden  # of the rank's own length / ranks tokens
 2 * model.kv_heads / model.heads -> 2  # k and v have kv_heads heads
 2 * units, 2 * -> units, 1 *  # weights are gathered for the forward and for the backward
+2 * units, 2 * -> 3 * units, 3 *  # recomputation is a part of the backward: gathered once for it
 tensors, weights -> 1, weights  # a call for each of the `tensors`
+tensors, weights -> tensors, weights / ranks  # each rank has all gradients
+units = layers + 1 -> units = layers  # a call for the rest, too
 a row for each op: its calls in all layers, embedding and head, and the bytes of all of them
 """
 
@@ -173,12 +214,12 @@ def compare(lab, name, *args):
     return mine
 
 
-def some_model(rng):
-    """A model of random sizes: as many KV heads as heads, or fewer."""
+def some_model(rng, turn):
+    """A model of random sizes: as many KV heads as heads, or fewer; tied or not, in turns."""
     heads = rng.choice([8, 16, 32])
-    kv_heads, hidden = rng.choice([heads, heads // 4]), 128 * rng.randint(8, 64)
+    kv_heads, hidden = heads // (1, 4)[turn % 2], 128 * rng.randint(8, 64)
     layers, ffn, vocab = rng.randint(4, 60), 256 * rng.randint(8, 64), 1024 * rng.randint(8, 128)
-    return finished.Model(layers, hidden, heads, kv_heads, ffn, vocab, rng.random() < 0.5)
+    return finished.Model(layers, hidden, heads, kv_heads, ffn, vocab, turn % 4 < 2)
 
 
 def some_cluster(rng):
@@ -190,16 +231,16 @@ def some_cluster(rng):
 
 def check_flops(lab, group, seed):
     rng = random.Random(seed)
-    for _ in range(8):
-        compare(lab, "flops_per_token", some_model(rng), 512 * rng.randint(1, 32))
+    for turn in range(8):
+        compare(lab, "flops_per_token", some_model(rng, turn), 512 * rng.randint(1, 32))
     parts = finished.flops_per_token(finished.MODELS["8B"], 4096)
     return f"8B, 4096 tokens: {sum(parts) / 1e9:.1f} GFLOP a token"
 
 
 def check_mfu(lab, group, seed):
     rng = random.Random(seed)
-    for _ in range(8):
-        model, length, gpus = some_model(rng), 512 * rng.randint(1, 32), 2 ** rng.randint(1, 9)
+    for turn in range(8):
+        model, gpus, length = some_model(rng, turn), 2 ** rng.randint(1, 9), 512 * (turn + 1)
         speed, peak = rng.uniform(1e3, 1e6), rng.choice([312e12, 125e12])
         compare(lab, "mfu", model, length, speed, gpus, peak)
     row = next(row for row in read_runs() if row["nodes"] == row["pp"] == row["tp"] == "1")
@@ -208,14 +249,11 @@ def check_mfu(lab, group, seed):
 
 
 def check_roofline(lab, group, seed):
-    rng, bound = random.Random(seed), {"compute": 0, "memory": 0}
+    rng = random.Random(seed)
     for rows in (1, 8, 64, 4096, 65536):
         inputs, outputs = 128 * rng.randint(8, 64), 128 * rng.randint(8, 64)
-        cluster = some_cluster(rng)
-        mine = compare(lab, "matmul_seconds", rows, inputs, outputs, cluster)
-        compute = 2 * rows * inputs * outputs / cluster.matmul
-        bound["compute" if alike(mine, compute) else "memory"] += 1
-    return f"{bound['compute']} matmuls bound by compute, {bound['memory']} by memory"
+        mine = compare(lab, "matmul_seconds", rows, inputs, outputs, some_cluster(rng))
+    return f"1 row is bound by memory; {rows}, bound by compute, take {mine:.2g} s"
 
 
 def check_ring(lab, group, seed):
@@ -229,9 +267,9 @@ def check_ring(lab, group, seed):
 
 def check_overlap(lab, group, seed):
     rng = random.Random(seed)
-    for _ in range(20):
-        message, matmul, tp = rng.uniform(0, 4), rng.uniform(0, 4), 2 ** rng.randint(0, 4)
-        for way in "column", "row":
+    draws = [(rng.uniform(0, 4), rng.uniform(0, 4), 2 ** rng.randint(0, 4)) for _ in range(20)]
+    for message, matmul, tp in sorted(draws, key=lambda d: (d[2] == 1, d[1] - d[0])):
+        for way in "column", "row":  # 0, and tp 1, have many causes
             compare(lab, "exposed_seconds", way, message, matmul, tp)
     column, row = (lab.exposed_seconds(way, 1.0, 1.0, 8) for way in ("column", "row"))
     return f"messages as long as a matmul, tp 8: exposed {column:.2f} of 3 (column), {row:.2f} of 2"
@@ -302,8 +340,8 @@ def check_waiting(lab, group, seed):
 
 def check_strategies(lab, group, seed):
     rng = random.Random(seed)
-    for _ in range(6):
-        model, ranks, length = some_model(rng), 2 ** rng.randint(1, 3), 1024 * rng.randint(1, 64)
+    for turn, ranks in enumerate((8, 4, 2, 6, 3, 5)):
+        model, length = some_model(rng, turn), 1024 * rng.randint(1, 64)
         for name in "tp", "sp", "ulysses", "ulysses_sharded", "pp":
             compare(lab, "strategy_messages", model, name, ranks, length)
     return "tp, sp, ulysses, ulysses_sharded, pp: every message"

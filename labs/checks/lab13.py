@@ -17,25 +17,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from checks import shards, state
 from checks.compare import mistaken, tried
 from checks.disk import Disk, Killed, counting
 from checks.memory import Alive
-from checks.shards import (
-    LAYOUTS,
-    SHAPES,
-    check_cut,
-    check_overlap,
-    check_owners,
-    drawn,
-    finished,
-    layouts_of,
-    numbers_of,
-    part_of,
-    read_full,
-    same,
-    save_with,
-)
-from checks.state import check_export, check_optimizer
+from checks.shards import LAYOUTS, SHAPES, drawn, finished, layouts_of, part_of, same, save_with
+from checks.usual import alike, section, usual_results
 from harness import Wrong, expect
 
 
@@ -74,14 +61,16 @@ def expect_file(data, found, full, kinds):
     """Raise Wrong unless a file has full {name: tensor}, and found says so; the header's bytes."""
     size, header = header_of(data)
     expect(list(header) == list(full), f"the header has {list(header)}, not {list(full)}")
-    end, hint = 0, "data_offsets count bytes from behind the header: [begin, end] of each"
+    end = 0
     for name, x in full.items():
+        hint = "as kinds has it; data_offsets count bytes from behind the header: [begin, end]"
         right = {"dtype": kinds[name][0], "shape": list(x.shape)}
         right["data_offsets"] = [end, end + x.nbytes]
         expect(header[name] == right, f"{name} is {header[name]}, not {right}", hint)
         mine, end = data[8 + size + end :][: x.nbytes], end + x.nbytes
+        hint = "bytes_of(get(name)), in the order of kinds"
         numbers = bytes(finished.bytes_of(x))
-        expect(mine == numbers, f"the bytes of {name} are not its numbers", "bytes_of(get(name))")
+        expect(mine == numbers, f"the bytes of {name} are not its numbers", hint)
     right = {"bytes": len(data), "crc32": zlib.crc32(data)}
     right["at"] = {name: 8 + size + header[name]["data_offsets"][0] for name in full}
     for key, value in right.items():
@@ -115,7 +104,7 @@ def check_save(lab, group, seed):
             seen = save_with(lab, first, values, kind, world, backwards=True)
             what = f"save() from {kind} on {world} ranks"
             hint = "make_index() of what every rank wrote, by rank; kinds has a rank's own shapes"
-            expect(same(read_full(first), values), f"{what}: other numbers come back", hint)
+            expect(same(shards.read_full(first), values), f"{what}: other numbers come back", hint)
             index, files = finished.read_index(first), list(first.glob("save*"))
             pieces = [x for saved in index["tensors"].values() for x in saved["pieces"]]
             count = sum(piece["runs"][1] * piece["runs"][3] for piece in pieces)
@@ -153,12 +142,11 @@ def stop_at(lab, first, second, old, new, stop, what):
     if what == "a power failure":
         hint = "os.fsync the draft, os.replace, sync_folder, and only then remove what is old"
     try:
-        found = read_full(second)
+        found = shards.read_full(second)
     except (Wrong, finished.CheckpointError, OSError) as problem:
         text = getattr(problem, "found", problem)
-        raise Wrong(
-            f"{after}: neither checkpoint is whole ({Path(str(text)).name})", hint
-        ) from None
+        found = f"{after}: neither checkpoint is whole ({Path(str(text)).name})"
+        raise Wrong(found, hint) from None
     expect(same(found, old) or same(found, new), f"{after}: a mixture of old and new", hint)
     commits = disk.log.count("index.json is replaced")
     expect(commits <= 1, f"{commits} ranks commit", "rank 0 alone, when all files are there")
@@ -166,11 +154,37 @@ def stop_at(lab, first, second, old, new, stop, what):
     return disk.events
 
 
+MISTAKES = """
+== fill
+bytes_of(tensors[name]) -> bytearray(9999)  # the tensor stays as it was: a copy is filled
+["pieces"]: -> ["pieces"][:1]:  # every piece may have some of a tensor's numbers
+tensors[name].itemsize -> 8  # a number has itemsize bytes
+tensors[name].itemsize -> 4  # a number has itemsize bytes
+piece["at"] + j * size -> piece["at"] + j  # j counts numbers, `at` bytes: itemsize of each
+i * size : (i + n) * size -> i : i + n * size  # i counts numbers, a view bytes: itemsize of each
+i * size : (i + n) * size -> i * size : n * size  # a view of n numbers ends at i + n
+piece["at"] + j * size -> piece["at"]  # n numbers from the piece's j-th on
+piece["at"] + j -> piece["at"] + i  # from the piece's j-th number to this tensor's i-th
+i * size : (i + n) * size -> j * size : (j + n) * size  # to this tensor's i-th; j is the piece's
+piece["at"] + ->  # `at`: where in the file the piece begins
+of each piece: n numbers, from its j-th behind `at` to this tensor's i-th, each of itemsize bytes
+"""
+
+
+def usual_fill(folder, index, name, mine, shard):
+    """The hint of the mistake in fill() that leaves the same numbers in a rank's tensor."""
+    tensors = {name: mine * torch.nan}
+    for hint, _ in usual_results(MISTAKES, finished.fill, (folder, index, tensors, {name: shard})):
+        if alike(tensors[name], mine):
+            return hint
+        tensors[name].fill_(torch.nan)
+    return section(MISTAKES, finished.fill)[-1]
+
+
 def check_fill(lab, group, seed):
     large = SHAPES | {f"layer{i}": (64, 64) for i in range(12)}
     full, size = drawn(seed, large), 0
-    hint = "of each piece: n numbers, from its j-th behind `at` to this tensor's i-th, each of "
-    hint += "itemsize bytes"
+    hint = section(MISTAKES, finished.fill)[-1]
     with tempfile.TemporaryDirectory() as folder:
         for (kind, world), (to, count) in itertools.product(LAYOUTS, LAYOUTS):
             if (kind, world) == (to, count):
@@ -180,22 +194,18 @@ def check_fill(lab, group, seed):
             save_with(finished, folder, full, kind, world)
             index = finished.read_index(folder)
             for rank, layout in enumerate(layouts_of(to, large, count)):
-                tensors = {
-                    n: torch.full((len(numbers_of(s)),), torch.nan, dtype=full[n].dtype)
-                    for n, s in layout.items()
-                }
-                what, given = (
-                    f"{kind} on {world} ranks to {to} on {count}, rank {rank}",
-                    tensors.copy(),
-                )
+                tensors = {n: part_of(full[n], s) * torch.nan for n, s in layout.items()}
+                what = f"{kind} on {world} ranks to {to} on {count}, rank {rank}"
+                given = tensors.copy()
                 tracemalloc.start()
                 with counting() as read, Alive() as alive:
                     tried(what, hint, lab.fill, folder, index, tensors, layout)
                 peak = alive.peak + tracemalloc.get_traced_memory()[1]
                 tracemalloc.stop()
                 for name, x in given.items():
-                    right = torch.equal(x, part_of(full[name], layout[name]))
-                    expect(right, f"{what}: {name} has other numbers", hint)
+                    if not torch.equal(x, part_of(full[name], layout[name])):
+                        hint = usual_fill(folder, index, name, x, layout[name])
+                        raise Wrong(f"{what}: {name} has other numbers", hint)
                 own = sum(x.nbytes for x in tensors.values())
                 text = "seek to what overlaps, and read no more"
                 expect(read.total <= own, f"{what}: {read.total} bytes read for {own}", text)
@@ -228,12 +238,12 @@ def check_verify(lab, group, seed):
             path.unlink(missing_ok=True)
             if bytes_now is not None:
                 path.write_bytes(bytes_now)
-            title, returned = f"a file that is {what}", f"return a line, or None; {hint}"
+            title, returned = f"a file that is {what}", f"a line with its path, or None; {hint}"
             files = [path.name, other.name][:: 1 if lab.BLOCK == 256 else -1]
             with counting() as read:
                 found = tried(title, returned, lab.damage, folder, index, files)
             known = isinstance(found, str) and str(path) in found and "\n" not in found
-            expect(known if named else found is None, f"{title}: {found}", hint)
+            expect(known if named else found is None, f"{title}: {found}", returned)
             expect(read.most <= lab.BLOCK, f"{read.most} bytes at once", "blocks of BLOCK bytes")
             found = tried(title, returned, lab.damage, folder, index, [other.name])
             expect(found is None, f"another file was asked for: {found}", "look at `files` alone")
@@ -255,7 +265,7 @@ def check_mismatch(lab, index, full):
     for name, mine, where in cases:
         hint = "its name, full shape and dtype: is each what the index has?"
         if name is None:
-            hint = "the full shape is shard.shape, a tuple; the index has shapes as lists"
+            hint = "the index has DTYPE_NAMES, and full shapes as lists: shard.shape is a tuple"
         found = tried(f"mismatch() of {name}", hint, lab.mismatch, index, mine, where)
         known = isinstance(found, str) and name and name in found.replace(":", " ").split()
         what = f"{name} does not fit" if name else "all fits"
@@ -263,15 +273,15 @@ def check_mismatch(lab, index, full):
 
 
 CHECKS = {
-    "cut": (check_cut, 1),
-    "overlap": (check_overlap, 1),
-    "owners": (check_owners, 1),
+    "cut": (shards.check_cut, 1),
+    "overlap": (shards.check_overlap, 1),
+    "owners": (shards.check_owners, 1),
     "write": (check_write, 1),
     "save": (check_save, 1),
     "verify": (check_verify, 1),
     "fill": (check_fill, 1),
-    "optimizer": (check_optimizer, 1),
-    "export": (check_export, 1),
+    "optimizer": (state.check_optimizer, 1),
+    "export": (state.check_export, 1),
 }
 
 
@@ -287,13 +297,8 @@ def rename_without_fsync(lab):
 
 def step_count_lost(lab):
     """The step counts are copies: AdamW's bias correction begins anew after loading."""
-    right = lab.training_state
-
-    def training_state(model, optimizer):
-        found = right(model, optimizer)
-        return {n: x.clone() if n.endswith("/step") else x for n, x in found.items()}
-
-    lab.training_state = training_state
+    copy = 'state[key].clone() if key == "step" else state[key]'
+    lab.training_state = mistaken(finished.training_state, ("state[key] for", f"{copy} for"))
 
 
 BUGS = [padding_saved, rename_without_fsync, step_count_lost]

@@ -352,13 +352,9 @@ def check_cross_entropy_backward(lab, group, seed):
         wanted = {"y": y.detach(), "dx": x.grad[..., start:end], "backward": {}}
         wanted["forward"] = {"all_reduce": 3 * y.nbytes + 8 * group.size()}
         given = {"x": logits[..., start:end].clone(), "dy": dy}
-        loss = partial(
-            lab.vocab_parallel_cross_entropy, target=target, group=group, label_smoothing=smoothing
-        )
-        hints = {
-            "dx": hints,
-            "otherwise": "(softmax - q) times each token's grad",
-        }
+        how = {"target": target, "group": group, "label_smoothing": smoothing}
+        loss = partial(lab.vocab_parallel_cross_entropy, **how)
+        hints = {"dx": hints, "otherwise": "(softmax - q) times each token's grad"}
         worst = max(worst, run_and_compare(loss, given, wanted, hints))
     return f"d loss / d logits, off by {worst:.0e}, smoothed or not; nothing sent"
 

@@ -29,10 +29,7 @@ def check_transposed_weights(lab, group, seed):
             columns = weight.T.tensor_split(world)[rank]
             hints = {"these are columns, inputs: torch keeps a weight as (out, in)": columns}
             hints |= {CHUNK: weight.chunk(world)[rank]}
-            name, hint = (
-                f"the shard of rank {rank} of {world}",
-                "rows, one more on the first ranks",
-            )
+            name, hint = f"the shard of rank {rank} of {world}", "rows, one more on the first ranks"
             error = expect_close(name, shard, right, hints=hints, hint=hint)
             alone = shard.untyped_storage().nbytes() == shard.nbytes
             expect(alone, "the shard is a view", "it keeps the whole matrix in memory: clone it")

@@ -164,11 +164,8 @@ def expect_gradients(case, layer, full, column):
 
 def three_layers(lab, group, randn, way, parallel):
     """Column and row parallel layers that way, a sharded one; the LoRALinears they are made of."""
-    kinds = (
-        (lab.ColumnParallelLoRA, way),
-        (lab.RowParallelLoRA, way),
-        (lab.RowParallelLoRA, SHARDED),
-    )
+    row = lab.RowParallelLoRA
+    kinds = (lab.ColumnParallelLoRA, way), (row, way), (row, SHARDED)
     full = [one_device(lab, randn, 6, 11, 13, 4)[0] for _ in kinds]
     layers = [kind(one, group, of, parallel) for one, (kind, of) in zip(full, kinds)]
     return layers, full

@@ -14,24 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from blame import default_group_refused
-from checks import compare
+from checks import compare, mesh
 from checks.compare import expect_same, mistaken, tried
-from checks.mesh import (
-    AXES,
-    IGNORE,
-    LENGTH,
-    SAME,
-    TOLERANCE,
-    all_reduce,
-    finished,
-    part_of,
-    prove,
-    random_batch,
-    sent_too_much,
-    split,
-    tiny_model,
-    usual_norms,
-)
+from checks.mesh import AXES, IGNORE, SAME, all_reduce, finished, split, tiny_model
 from checks.usual import section, usual_results
 from harness import Traffic, Wrong, expect, expect_close
 from torch import nn
@@ -65,12 +50,12 @@ def check_mesh(lab, group, seed):
         for place in itertools.product(*map(range, shape)):
             check_place(lab, sizes, ranks, place)
     shape = [(2, 2, 2), (1, 4, 2), (4, 1, 2), (2, 4, 1), (2, 1, 4)][seed % 5]
-    mesh, sizes = init_device_mesh("cpu", shape, mesh_dim_names=AXES), dict(zip(AXES, shape))
-    mine, right = lab.coordinates(group.rank(), sizes), dict(zip(AXES, mesh.get_coordinate()))
+    theirs, sizes = init_device_mesh("cpu", shape, mesh_dim_names=AXES), dict(zip(AXES, shape))
+    mine, right = lab.coordinates(group.rank(), sizes), dict(zip(AXES, theirs.get_coordinate()))
     expect(mine == right, f"{mine} are not torch's coordinates, {right}")
     for axis in AXES:
         mine = list(lab.group_ranks(group.rank(), axis, sizes))
-        right = dist.get_process_group_ranks(mesh.get_group(axis))
+        right = dist.get_process_group_ranks(theirs.get_group(axis))
         expect(mine == right, f"{mine}, but torch's {axis} group is {right}")
     return f"{len(meshes)} meshes; as init_device_mesh has it for {say(sizes)} on 8 ranks"
 
@@ -127,10 +112,10 @@ def drawn(shape, *key):
 
 def check_loss_scale(lab, group, seed):
     """2 x 1 x 2: replicas and microbatches with different numbers of targets."""
-    sizes, s = {"dp": 2, "pp": 1, "tp": 2}, LENGTH - 1  # an even length
+    sizes, s = {"dp": 2, "pp": 1, "tp": 2}, mesh.LENGTH - 1  # an even length
     model = tiny_model(1, seed)
     groups = finished.make_groups(sizes, model.config)
-    cut, (_, targets) = copy.deepcopy(model), random_batch(sizes, 2, seed)
+    cut, (_, targets) = copy.deepcopy(model), mesh.random_batch(sizes, 2, seed)
     finished.parallelize(cut, groups)
     targets, before = targets[:, :s], targets[:, :s].clone()
     hidden = drawn((*targets.shape, 32), "hidden", seed).requires_grad_()
@@ -221,7 +206,8 @@ def sums_of(parts, shared, groups, sizes):
         if groups[over].size() > 1:
             axis = axis_of[over]
             alike = [r for r in parts if finished.coordinates(r, sizes)[axis] == here[axis]]
-            hints[f"not summed over {over}: {WHY[over]}"] = sum(parts[r] for r in alike)
+            hint = f"not summed over {over}: {WHY[over]}; or the sum is not written into .grad"
+            hints[hint] = sum(parts[r] for r in alike)
             mean = f"a mean, not the sum, over {over}: microbatch_loss has divided already"
             hints[mean] = total / groups[over].size()
     hints["a mean, not the sum, over every group"] = total / len(parts)
@@ -241,7 +227,8 @@ def check_finish_gradients(lab, group, seed):
             p.grad = parts[group.rank()].clone()
             right[name] = sums_of(parts, p.shared, groups, sizes)
         with Traffic() as traffic, default_group_refused():
-            lab.finish_gradients(model, groups)
+            hint = "split as they were joined: numel() of each"
+            tried("finish_gradients()", hint, lab.finish_gradients, model, groups)
         for name, p in sorted(model.named_parameters(), key=lambda item: len(item[1].shared)):
             total, hints = right[name]
             title = f"{say(sizes)}, rank {group.rank()}: the gradient of {name}"
@@ -266,11 +253,11 @@ def check_grad_norm(lab, group, seed):
         whole = dict(tiny_model(sizes["pp"], seed).named_parameters())
         full = {name: drawn(p.shape, seed, name) for name, p in whole.items()}
         for name, p in model.named_parameters():
-            p.grad = part_of(full[holders[name][0][0]], p).clone()
+            p.grad = mesh.part_of(full[holders[name][0][0]], p).clone()
         before = [p.grad.clone() for p in model.parameters()]
         right = torch.linalg.vector_norm(torch.cat([f.flatten() for f in full.values()]).double())
         once = section(MISTAKES, finished.grad_norm)[-1]
-        hints = {f"{text}; {once}": x for text, x in usual_norms(model, groups).items()}
+        hints = {f"{text}; {once}": x for text, x in mesh.usual_norms(model, groups).items()}
         hints |= usual_results(MISTAKES, finished.grad_norm, (model, groups))
         with Traffic() as traffic, default_group_refused():
             norm = lab.grad_norm(model, groups)
@@ -324,9 +311,9 @@ def check_clip(lab, group, seed):
 def check_train_step(lab, group, seed):
     """The whole step, on 2 x 2 x 2, beside one device."""
     hint = "all the functions, in this order; then (loss, norm), one number each"
-    found = tried("a step", hint, prove, lab, CUBE, 2, seed)
+    found = tried("a step", hint, mesh.prove, lab, CUBE, 2, seed)
     hint = "finish every .grad, over all groups; then one norm of them; by that they are clipped"
-    wrong = [name for name, error in found["errors"].items() if error > TOLERANCE]
+    wrong = [name for name, error in found["errors"].items() if error > mesh.TOLERANCE]
     hints = {"loss": "mean_loss() of what forward_all() returned"}
     hints["gradient norm"] = "return the norm before clipping, by which they are clipped"
     hints["loss gradient norm"] = "(loss, norm), in this order"
@@ -335,8 +322,8 @@ def check_train_step(lab, group, seed):
     for name in wrong:
         what = f"the gradient of {name}" if "." in name else name
         off = f"{what} on rank {group.rank()} is off by {found['errors'][name]:.1e}"
-        raise Wrong(f"{off} (at most {TOLERANCE:.0e})", hints.get(" ".join(wrong), hint))
-    more = sent_too_much(found)
+        raise Wrong(f"{off} (at most {mesh.TOLERANCE:.0e})", hints.get(" ".join(wrong), hint))
+    more = mesh.sent_too_much(found)
     expect(not more, f"rank {group.rank()}: {', '.join(more)}", "each of the functions once")
     for key, (calls, _) in found["expected"].items():
         sends = found["traffic"].get(key, [0])[0]
@@ -372,11 +359,8 @@ def norm_over_tp_alone(lab):
 
 def clipped_by_own_norm(lab):
     """Each rank clips by the norm of what it holds: torch's own clip_grad_norm_ on every rank."""
-
-    def clip_gradients(model, norm, most):
-        nn.utils.clip_grad_norm_(model.parameters(), most)
-
-    lab.clip_gradients = clip_gradients
+    own = "nn.utils.get_total_norm([p.grad for p in model.parameters()])"
+    lab.clip_gradients = mistaken(finished.clip_gradients, ("(norm +", f"({own} +"))
 
 
 BUGS = [untied_table, norm_over_tp_alone, clipped_by_own_norm]

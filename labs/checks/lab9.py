@@ -12,33 +12,15 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from checks.compare import expect_same, tried
+from checks import zero
+from checks.compare import expect_same, mistaken, tried
 from checks.memory import Alive
 from checks.ring import draw_from
 from checks.tools import noted_waits
 from checks.usual import bytes_alive, usual_hint
-from checks.zero import (
-    EXACT,
-    SIZES,
-    STEPS,
-    TOKENS,
-    check_arrivals,
-    expect_equal,
-    expect_messages,
-    expected_bytes,
-    finished,
-    follow,
-    follow_both,
-    loss_of,
-    own_pair,
-    shard_of,
-    start,
-    unit_parameters,
-    watch_layers,
-)
+from checks.zero import STEPS, expect_equal, expected_bytes, finished, follow, shard_of, start
 from harness import Traffic, Wrong, expect, expect_close
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
 from transformers import LlamaConfig, LlamaForCausalLM
 
 SUBGROUP = True  # the group is not the world, and has other rank numbers
@@ -48,6 +30,7 @@ MISTAKES = """
 2 * (heads + kv) * config.head_dim -> 2 * (h + kv * config.head_dim)  # heads * head_dim is not h
 3 * config -> 2 * config  # gate, up and down: three matrices
 + 2 * h -> + h  # a layer has two norms
++ 2 * h ->  # a layer has two norms
 (1 if config.tie_word_embeddings else 2) -> 2  # tied embeddings are one Parameter: count it once
 (1 if config.tie_word_embeddings else 2) -> 1  # an untied head has weights of its own
 else 2) + h -> else 2)  # the root has the last norm
@@ -80,6 +63,7 @@ backwards * (full -> (full  # stages 0 and 1 send once a step, 2 and 3 in each b
 "all_gather": sum(full)} -> "all_gather": reduced}  # parameters change once a step
 full[0] + 2 * sum(full[1:]) -> 2 * sum(full)  # the root unit is gathered once for both
 full[0] + 2 * sum(full[1:]) -> sum(full)  # a layer is gathered twice: it is freed in between
+: gathered} -> : gathered + sum(full)}  # no gather after a step: the next forward has one
 "all_reduce": sum -> "all_reduce": 2 * sum  # the message is n, whatever it takes to send it
 each unit with its padding, once for each time that it is sent
 """
@@ -94,8 +78,9 @@ def check_flat(lab, group, seed):
         size, c = len(numbers), -(-len(numbers) // world)
         zeros = numbers.new_zeros(world * c - size)
         name = f"flatten() of {size} numbers for {world} ranks"
-        mine, before = lab.flatten(tensors, world), [x.clone() for x in tensors]
-        hint = f"one vector, {world} shards of {c}: zeros up to that behind the numbers"
+        hint, before = "torch.cat of all, each flattened", [x.clone() for x in tensors]
+        mine = tried(name, hint, lab.flatten, tensors, world)
+        hint = f"{world} shards of {c}: the tensors in order, then {world * c - size} zeros"
         expect_equal(name, mine, torch.cat([numbers, zeros]), {}, hint)
         expect(mine.dtype == kind, f"{name} is {mine.dtype}, not {kind}", "zeros of their dtype")
         expect_same("a tensor", tensors, before)
@@ -122,7 +107,7 @@ def check_predict_memory(lab, group, seed):
         config = LlamaConfig(**sizes, vocab_size=v, tie_word_embeddings=tied)
         with torch.device("meta"):
             model = LlamaForCausalLM(config)
-        right = [sum(p.numel() for p in unit) for unit in unit_parameters(model)]
+        right = [sum(p.numel() for p in unit) for unit in zero.unit_parameters(model)]
         found = tried("unit_sizes()", "return a list", list, lab.unit_sizes(config))
         if found != right:
             hint = usual_hint(MISTAKES, finished.unit_sizes, (config,), found)
@@ -164,19 +149,19 @@ def check_predict_messages(lab, group, seed):
             what = f"ZeRO-{stage} on {world} ranks, {backwards} backwards: {found}, not {right}"
             expect(sizes == given, "the caller's sizes are changed", "no pop()")
             same = isinstance(found, dict) and set(found) == set(right)
-            expect(same, what, "only the collectives that are used, by their names")
+            expect(same, what, "stage 0: all_reduce alone; else reduce_scatter, all_gather")
             for op in [op for op in right if found[op] != right[op]]:
                 raise Wrong(what, usual_hint(MISTAKES, finished.messages, args, found[op], op))
     return "1 to 4 ranks, 1 to 3 backwards a step: bytes of every collective"
 
 
 def check_zero1(lab, group, seed):
-    return follow_both(lab, group, 1, seed)
+    return zero.follow_both(lab, group, 1, seed)
 
 
 def check_zero2(lab, group, seed):
-    check_arrivals(lab, group, seed)
-    return f"{follow_both(lab, group, 2, seed)}; sent and dropped when the last gradient comes"
+    zero.check_arrivals(lab, group, seed)
+    return f"{zero.follow_both(lab, group, 2, seed)}; sent and dropped when the last gradient comes"
 
 
 def noted_lends(lab):
@@ -196,15 +181,14 @@ def expect_unit(unit, memory):
     unit.gather()
     full, view = unit.full, unit.params[0].detach().T
     expect(unit.coming is None, "after gather() coming is not None", "it has come")
-    expect(view.numel(), "gather() leaves the parameters empty", "lend() fills them")
+    expect(view.numel(), "gather() leaves the parameters empty", "full None, then lend()")
     unit.gather()
     expect(unit.full is full, "gather() gathers what is here already", "do nothing then")
     with Alive() as alive:
         address = unit.pack(view)
     expect(not alive.now(), "pack() keeps a copy of a weight", "where it lies in full, no numbers")
-    expect(
-        torch.equal(unit.unpack(address), view), "unpack() finds another tensor", "strides, offset"
-    )
+    found = torch.equal(unit.unpack(address), view)
+    expect(found, "unpack() finds another tensor", "shape, strides, offset: as_strided()")
     del full, view
     unit.free()
     left = bytes_alive(memory, 0)
@@ -221,10 +205,11 @@ def check_freed(lab, group, seed):
     for each in model.model.layers:
         each.mlp.register_forward_hook(lambda *_: peaks.append(gathered()))
     units[0].gather()
-    ids = torch.randint(SIZES["vocab_size"], (1, TOKENS))
+    ids = torch.randint(zero.SIZES["vocab_size"], (1, zero.TOKENS))
     with torch.no_grad():
-        tried("a forward alone", "y.requires_grad says if a backward comes", loss_of, model, ids)
-    loss = loss_of(model, ids)
+        hint = "y.requires_grad says if a backward comes"
+        tried("a forward alone", hint, zero.loss_of, model, ids)
+    loss = zero.loss_of(model, ids)
     for i, unit in enumerate(units[1:]):
         what, hint = f"after the forward layer {i}", "free() makes .data empty: a view keeps full"
         expect(unit.full is None, f"{what}'s full is there", "free() drops it")
@@ -243,14 +228,14 @@ def check_freed(lab, group, seed):
 def check_zero3(lab, group, seed):
     hint = "a parameter is empty, or full None, where it is needed; or an address is misread"
     tried("a forward or backward", hint, check_freed, lab, group, seed)
-    return f"{follow_both(lab, group, 3, seed)}; each layer freed, and gathered again"
+    return f"{zero.follow_both(lab, group, 3, seed)}; each layer freed, and gathered again"
 
 
 GATHER = "gather() before a layer computes, in the forward and in the backward"
 
 
 def check_prefetch(lab, group, seed):
-    begun = [follow_prefetch(lab, each, seed) for each in (group, own_pair(group))][0]
+    begun = [follow_prefetch(lab, each, seed) for each in (group, zero.own_pair(group))][0]
     tried("a forward or backward", GATHER, check_freed, lab, group, seed)
     worst = follow(lab, group, 3, seed, True, 2)
     return f"{begun} gathers begun while a neighbour computes; off by {worst:.0e} in {STEPS} steps"
@@ -259,9 +244,9 @@ def check_prefetch(lab, group, seed):
 def follow_prefetch(lab, group, seed):
     """How many gathers begin while a neighbour computes; raises Wrong."""
     model, units, _ = start(lab, group, 3, seed, True)
-    ids = torch.randint(30, (1, TOKENS))
+    ids = torch.randint(30, (1, zero.TOKENS))
     with noted_waits() as waits, Traffic() as traffic:
-        wrong, begun = watch_layers(model, units[1:], waits)
+        wrong, begun = zero.watch_layers(model, units[1:], waits)
         tried("begin()", "the shard's length times the ranks of self.group", units[0].begin)
         units[0].begin()
         work = units[0].coming[-1] if isinstance(units[0].coming, tuple | list) else None
@@ -271,16 +256,16 @@ def follow_prefetch(lab, group, seed):
         units[0].begin()
         calls = traffic.ops["all_gather"][0]
         expect(calls == 1, f"{calls} gathers of one unit", "nothing where it is here, or coming")
-        tried("a step", GATHER, lambda: loss_of(model, ids).backward())
+        tried("a step", GATHER, lambda: zero.loss_of(model, ids).backward())
     if wrong:
         raise Wrong(*wrong[0])
     wanted = expected_bytes([unit.size for unit in units], group.size(), 3, 1)
-    expect_messages("a forward and backward", traffic, wanted, waits)
+    zero.expect_messages("a forward and backward", traffic, wanted, waits)
     return len(begun)
 
 
 def check_clip(lab, group, seed):
-    for each in group, own_pair(group):
+    for each in group, zero.own_pair(group):
         follow_clip(lab, each, seed + dist.get_process_group_ranks(each)[0])
     worst = max(follow(lab, group, stage, seed, True, 1, max_norm=0.05) for stage in (1, 2, 3))
     return f"the same norm on every rank; {STEPS} clipped steps, weights off by {worst:.0e}"
@@ -315,7 +300,7 @@ def follow_clip(lab, group, seed):
         hint = "the squares of all units, summed over units[0].group"
         expect_equal(name, norm.reshape(()).double(), right, hints, hint)
         wanted = {"all_reduce": 8, "all_gather": 8 * world} if stage else {}
-        expect_messages(f"ZeRO-{stage}, clip()", traffic, wanted, waits)
+        zero.expect_messages(f"ZeRO-{stage}, clip()", traffic, wanted, waits)
         scale = limit / (right + 1e-6)
         for i, (unit, grad) in enumerate(zip(units, given)):
             hints = {"not clipped": grad, "divided, but not times max_norm": grad * scale / limit}
@@ -323,7 +308,7 @@ def follow_clip(lab, group, seed):
             hints["by the norm of all units, not each by its own"] = grad * alone
             hints = {"small gradients stay as they are": grad * scale} if small else hints
             what = f"ZeRO-{stage}: gradient {i} of norm {right:.1f}, limit {limit:.1f},"
-            expect_close(what, unit.master.grad, grad * (1 if small else scale), EXACT, hints)
+            expect_close(what, unit.master.grad, grad * (1 if small else scale), zero.EXACT, hints)
 
 
 CHECKS = {
@@ -359,11 +344,7 @@ def not_published(lab):
 
 def local_norm(lab):
     """Each rank clips by the norm of its own shards: another factor on every rank."""
-
-    def clip(units, max_norm):
-        return clip_grad_norm_([unit.master for unit in units], max_norm)
-
-    lab.clip = clip
+    lab.clip = mistaken(finished.clip, ("if sharded", "if False"))
 
 
 BUGS = [averaged_twice, not_published, local_norm]

@@ -22,10 +22,8 @@ LAYOUTS = [("tp", 2), ("tp", 3), ("pp", 2), ("zero3", 3), ("ulysses", 2), ("one"
 
 def numbers_of(shard):
     """Where in the full tensor, in row-major order, each number of a rank's tensor lies."""
-    starts = range(
-        shard.offset, shard.offset + shard.count * max(1, shard.stride), shard.stride or 1
-    )
-    runs = [range(start, start + shard.length) for start in starts[: shard.count]]
+    starts = [shard.offset + run * shard.stride for run in range(shard.count)]
+    runs = [range(start, start + shard.length) for start in starts]
     return torch.tensor(list(itertools.chain(*runs)), dtype=torch.int64)
 
 
@@ -100,8 +98,11 @@ def same(mine, right):
 MISTAKES = """
 == cut
 start * inner, (end - start) * inner, -> start, end - start,  # offset, length: numbers, not rows
+(end - start) * inner, *apart -> end * inner, *apart  # length: end - start of dim, in numbers
+shape[dim + 1 :] -> shape[dim:]  # one index of dim has the numbers of all dimensions behind dim
 (shape[dim] * inner, outer) -> (inner, outer)  # a run in each row, and a row apart
 (shape[dim] * inner, outer) -> (shape[dim], outer)  # a run in each row, and a row apart
+(shape[dim] * inner, -> ((end - start) * inner,  # stride: from run to run in the full tensor
 (shape[dim] * inner, outer) -> (shape[dim] * inner, shape[0])  # a run for all dimensions before dim
 (start, end) == (0, shape[dim]) -> False  # who holds all of a tensor has whole(shape)
 if outer > 1 else (0, 1) ->  # one run: stride 0, count 1
@@ -111,13 +112,20 @@ offset: what lies before start; length: to end; stride: from run to run; count: 
 -(-sum -> (sum  # c rounded up: the last rank has less
 min(end, mine + size) -> mine + size  # padding, or the next tensor, is not a part of this one
 (shard, first - mine) -> (shard, first)  # at counts from where the rank's part of the vector begins
+(shard, first - mine) -> (shard, first - begin)  # at counts in the rank's vector, not in a tensor
+return found -> return [pair for pair in found if pair[0]]  # (None, 0) where it has none
+min(end, mine + size) -> end  # the next rank has what lies behind mine + size
 first - begin, last -> first, last  # a Shard's offset counts in its own tensor
 begin = end -> begin = -(-end // world) * world  # the vector is padded, not each tensor
 from the flat vector's [rank c, rank c + c), c rounded up, to the tensor's own numbers
 == overlap
 a * mine.length + start - x -> start  # positions are in the ranks' own tensors, not in the full one
+.length + start - -> .length * 0 + start - 0 *  # positions: in their own tensors, not the full one
+length + start -> length * 0 + start  # positions in the ranks' own tensors: a run behind another
+a * mine.stride -> a * mine.length  # runs begin stride apart in the full tensor
 a * mine.length + -> 0 +  # positions are in the ranks' own tensors: a run behind another
 y, end - start -> y, mine.length  # n: only the numbers that both runs have
+min(x + mine.length, y + theirs.length) -> x + mine.length  # only the numbers that both runs have
 y, end - start -> y, end - start; return  # one for each two runs that share numbers
 if x + mine.length == end: -> if a + 1 < mine.count:  # when the earlier of two runs ends, go on
 b += 1 -> a, b = a + 1, b + 1  # when the earlier of two runs ends, take the next of that alone
@@ -125,6 +133,7 @@ if start < end: -> if True:  # runs that share nothing: nothing to yield
 (position in my tensor, in theirs, how many), in order; runs, not single numbers
 == owners
 sorted(holders.items(), key=lambda item: len(item[1])) -> holders.items()  # fewest holders first
+len(item[1])) -> -len(item[1]))  # fewest holders first
 min(ranks, key=taken.__getitem__) -> ranks[0]  # the holder with the fewest numbers so far
 min(ranks, -> min(reversed(ranks),  # of several such, the lowest rank
 taken[rank] += numbers -> taken[rank] += 1  # the fewest numbers so far, not the fewest pieces

@@ -110,17 +110,16 @@ def check_export(lab, group, seed):
             there_at_once = f"{hf.name} is opened" in disk.log
             hint = "write a draft beside path, then os.replace it: a kill leaves no half of a file"
             expect(not there_at_once, f"{what}: {hf.name} is written in place", hint)
-            hint = "of each tensor the dtype and shape of the index, and all its numbers"
-            names = set(tried(what, hint, safe_open, hf, "pt").keys())
+            wrong = "of each tensor the dtype and shape of the index, and all its numbers"
+            names = set(tried(what, wrong, safe_open, hf, "pt").keys())
             expect(names == set(full), f"{what}: {len(names)} tensors", "parameters alone: no /")
             expect(not Path(f"{hf}.draft").exists(), f"{what}: the draft is left", "os.replace it")
             most = 2 * max(x.nbytes for x in full.values()) + 64
             hint = "get(name) makes one full tensor, when write_tensors asks for it"
             expect(alive.peak <= most, f"{what}: {alive.peak} bytes alive, {most} do", hint)
-            hint = "of each tensor the dtype and shape of the index, and all its numbers"
-            theirs = tried(what, hint, LlamaForCausalLM.from_pretrained, folder, dtype=dtype)
+            theirs = tried(what, wrong, LlamaForCausalLM.from_pretrained, folder, dtype=dtype)
             weights = dict(theirs.named_parameters())
-            expect(same(weights, full), f"{what}: HF reads other weights", hint)
+            expect(same(weights, full), f"{what}: HF reads other weights", wrong)
             model.save_pretrained(there, max_shard_size="2KB")
             check_import(lab, there, full, what)
     return "HF reads what is exported, to the bit; HF's files load into 3 shards"
@@ -132,14 +131,11 @@ def check_import(lab, folder, full, what):
     found = json.loads(json.dumps(index["tensors"]))  # lists or tuples
     expect(found.keys() == right.keys(), f"{what}: {len(found)} tensors, not {len(right)}")
     for name, entry in right.items():
-        hint = "numbers begin at 8 + the header's length + data_offsets[0]; one piece of one run"
+        hint = "at: 8 + the header's length + data_offsets[0]; runs: offset, length, stride, count"
         expect(found[name] == entry, f"{what}: {name} is {found[name]}", hint)
     shapes = {name: tuple(x.shape) for name, x in full.items()}
     for layout in layouts_of("zero3", shapes, 3):
         mine = {n: full[n].new_zeros(len(numbers_of(s))) for n, s in layout.items()}
         finished.fill(folder, index, mine, layout)
-        expect(
-            same(mine, {name: part_of(full[name], shard) for name, shard in layout.items()}),
-            f"{what}: other numbers come from HF's files",
-            hint,
-        )
+        wanted = {name: part_of(full[name], shard) for name, shard in layout.items()}
+        expect(same(mine, wanted), f"{what}: other numbers come from HF's files", hint)
