@@ -72,7 +72,10 @@ def follow_chunks(lab, head, b, s, chunk, seed):
         mine = tried(what, hint, lab.chunked_loss, head, hidden, labels, chunk)
         kept, peak = alive.now(), alive.peak
         nothing = "0 / 0: a chunk may be without targets; divide once, by all of them"
-        close(what, mine, right.detach(), hints, "" if mine.isfinite() else nothing)
+        hint = (
+            "a token's target is the next one; all chunks' sums, divided by the number of targets"
+        )
+        close(what, mine, right.detach(), hints, hint if mine.isfinite() else nothing)
         expect(mine.requires_grad, f"{what} has no gradient", "no detach(), item() or no_grad()")
         found = gradients(mine, [hidden, head.weight])
     for name, x, y in zip(("hidden", "head"), found, wanted):
@@ -253,8 +256,7 @@ def check_offloaded(lab, group, seed):
     leaves = [drawn(seed + i, 3, 4).requires_grad_() for i in (0, 1)]
     right = layer(leaves[0] * 3, leaves[1], 2)
     wanted, runs[:] = gradients(right.sum(), leaves), []
-    x = leaves[0] * 3
-    there = weakref.ref(x)
+    there = weakref.ref(x := leaves[0] * 3)
     hint = "checkpoint(function, *args) inside `with hooks():` keeps function's inputs alone"
     y = tried("offloaded()", hint, lab.offloaded, hooks, layer, x, leaves[1], 2)
     expect(y is not None, "offloaded() returns None", hint)
@@ -264,7 +266,8 @@ def check_offloaded(lab, group, seed):
     hint = "nothing else may hold an input: no lambda, no partial, no list around it"
     expect(there() is None, "an input is on the device, too", hint)
     close("the output", y.detach(), right.detach())
-    for name, a, b in zip(("x", "the second input"), gradients(y.sum(), leaves), wanted):
+    found = tried("the backward", "nothing is detached", gradients, y.sum(), leaves)
+    for name, a, b in zip(("x", "the second input"), found, wanted):
         close(f"the gradient of {name}", a, b)
     expect(len(back) == 2, f"{len(back)} tensors came back, not 2")
     expect(len(runs) == 2, f"the layer ran {len(runs)} times, not twice", hint)
@@ -295,7 +298,8 @@ def check_chunks_of_heads(lab, group, seed):
         close(f"{chunks} chunks of heads: dx", grads[0], wanted[0][:, mine])
         for name, a, b in zip("qkv", grads[1:], wanted[1:]):  # each rank has a part of it
             dist.all_reduce(a, group=group)
-            close(f"{chunks} chunks of heads: the gradient of {name}_weight", a, b)
+            hint = "attend() takes the weights of q, k, v in this order"
+            close(f"{chunks} chunks of heads: the gradient of {name}_weight", a, b, None, hint)
     hints = "one chunk after another, each of them freed before the next"
     hints = hints, "a checkpoint for each chunk: one for all of them makes all again at once"
     for phase, hint, many, one in zip(("forward", "backward"), hints, peaks[6], peaks[1]):

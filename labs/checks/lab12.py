@@ -185,7 +185,7 @@ def follow_experts(lab, what, own, lie, sizes, seed):
     rows = drawn(seed, len(lie), 16).requires_grad_()
     inputs, dy = [*weights, rows], drawn(seed + 1, len(lie), 16)
     before = [t.detach().clone() for t in inputs]
-    hint = "each expert has its own number of rows, sizes[e], and its own two matrices"
+    hint = "down(silu(gate x) * up x), of each expert's own sizes[e] rows and two matrices"
     call = rows, sizes, *weights
     mine = tried(f"{what}: run_experts()", hint, lab.run_experts, *call)
     expect_same(f"{what}: rows or weights", inputs, before)
@@ -204,7 +204,7 @@ def follow_experts(lab, what, own, lie, sizes, seed):
         module.act_fn = plain
     hints = {"gate's rows are above up's, and silu is for the gate": swapped.detach()}
     hints["silu of the gate, times up"] = linear.detach()
-    close(f"{what}: the outputs", mine.detach(), out.detach(), hints, "down(silu(gate x) * up x)")
+    close(f"{what}: the outputs", mine.detach(), out.detach(), hints, hint)
     hint = "also no rows belong to the graph, or the backward's all-to-alls wait for this rank"
     expect(mine.requires_grad, f"{what}: the output has no gradient", hint)
     for name, a, b in zip(("gate_up", "down", "rows"), gradients(mine, dy, inputs), wanted):
