@@ -193,14 +193,16 @@ class Name(str):
 
 def check_two_orders(lab, group, seed):
     """Each rank has the tensors in an order of its own."""
-    rank, kinds = group.rank(), ("gradient", "mean gradient")
+    rank, kinds = group.rank(), ("gradient", "mean")
     names = [Name(f"{kind} {i}") for i in range(3) for kind in kinds]
     values = dict(zip(names, numbers(seed, len(names), group.size(), 5)))
     order = names[seed % 3 :] + names[: seed % 3]
     order = order if rank == 0 else [*reversed(order)]
     tensors = {name: values[name][rank].clone() for name in order}
     hint = "the ranks' calls come in different orders: choose one that is the same on all ranks"
-    expect_no_hang(lab, "two_orders", (dict(tensors),), group, hint, len(names))
+    expect_no_hang(lab, "two_orders", (given := dict(tensors),), group, hint, len(names))
+    same = all(given.get(name) is tensor for name, tensor in tensors.items())
+    expect(same, "the dict has other values than its tensors", "in place: they are the caller's")
     for name, (one, other) in values.items():
         right, mine = one + other if name.startswith("gradient") else one, tensors[name]
         hints = {"statistics are rank 0's, not a sum": one + other, "a sum, not a mean": right / 2}

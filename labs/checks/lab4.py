@@ -165,7 +165,8 @@ def check_layers(function, group, seed, way, order, forward, backward):
         expect(kept <= layer.x.nbytes, found, "keep the shard x, not the gathered one")
     for layer in reversed(layers):
         with Link(layer.gemms, delay=delay) as link:
-            layer.out.backward(layer.dy)
+            hint = "backward returns dx, dW, db, None, each as large as forward's x, weight, bias"
+            tried("the backward", hint, layer.out.backward, layer.dy)
             expect(layer.x.grad is not None, "dx is None", "backward returns it first")
             early = layer.x.grad.clone()  # before what was not waited for arrives
         expect_order(link.log, order)
