@@ -122,6 +122,8 @@ def watch(lab, toward, hint):
 
     def noting_pass_on(x, length, by, group):
         expect(by == toward, f"pass_on() by {by}", f"this way it is by {toward}")
+        world = group is dist.group.WORLD
+        expect(not world, "pass_on() among all ranks of the job", "pass the group that is given")
         moves = x.shape[-2] + length > 0
         right, mine = lengths.pop(0) if moves and lengths else (0, 0), (x.shape[-2], length)
         found = f"pass_on() sends {mine[0]} tokens for {mine[1]}, and {right[0]} go for {right[1]}"
