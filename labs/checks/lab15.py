@@ -33,7 +33,7 @@ MISTAKES = """
 == tp_block
 multiply(silu(linear(y, gate)), -> multiply(linear(y, gate),  # silu of gate y is left out
 (silu(linear(y, gate)), linear(y, up) -> (silu(linear(y, up)), linear(y, gate)  # silu of gate y
-multiply(silu(linear(y, gate)), -> (lambda x, y: silu(multiply(x, y)))(linear(y, gate),  # of gate
+multiply(silu(linear(y, gate)), -> (lambda *z: silu(multiply(*z)))(linear(y, gate),  # silu(gate y)
 norm(x, norm2) -> norm(x, norm1)  # the second norm is norm2
 norm(x, norm1) -> x  # norm(x, norm1) comes before attention
 norm(x, norm2) -> x  # norm(x, norm2) comes before the MLP
@@ -162,8 +162,8 @@ def check_letters(lab, group, seed):
         for types in itertools.product(two, *["RIPV"] * n):
             found, right = (called(x.combine_letters, kind, [*types]) for x in (lab, finished))
             what = f"{kind} of {', '.join(types)}: {found or 'refused'}, not {right or 'refused'}"
-            hint = "V with R or V is V; of V nothing is known to be summed"
-            expect(found == right, what, hint if "V" in types else THROUGH[kind])
+            hint = "I with I alone is I; V with R or V is V, and nothing is known to be summed"
+            expect(found == right, what, hint if {"I", "V"} & {*types} else THROUGH[kind])
     return f"{count} combinations of R, I and P as on numbers of 2 ranks; V"
 
 
