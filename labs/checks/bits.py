@@ -43,7 +43,7 @@ step, token -> 0 * step, token  # another mask in each step
  {layer}" -> "  # the name is f"{site} {layer}": another mask in each layer
  {layer}" -> {layer}"  # the name is f"{site} {layer}", with a space
 step, token[:, None] -> token[:, None], step  # step, token, feature in this order
-kept where uniform(..) >= DROP, times 1 / (1 - DROP); token from the batch's start, feature from x's
+a new x, kept where uniform(..) >= DROP, over 1 - DROP; tokens of the batch, features from first on
 == batch_at
 EXAMPLES // B) -> EXAMPLES)  # EXAMPLES // B steps are an epoch
 "data", epoch -> "data", 0 * epoch  # another order in each epoch
@@ -346,6 +346,16 @@ def mlp_case(lab, layout, seed, dtype):
     def drop(y, site, first):
         return finished.dropout(y, site, first, layer=1, sequence=2, step=3, seed=seed)
 
+    gate, up, down = (full[f"{name}.{key}"] for key in keys)
+    hidden = F.silu(x.float() @ gate.T) * (x.float() @ up.T)
+    last = layout.blocks[-1]
+    args = {key: x.detach() for key, x in w.items()}, name, drop, last, x
+    size = finished.WIDTH // finished.BLOCKS
+    part = slice(last * size, (last + 1) * size)
+    part = drop(hidden, "mlp", 0)[:, part] @ down.T[part]
+    usual = MISTAKES, finished.mlp, args
+    mine = tried("mlp()", section(*usual[:2])[-1], lab.mlp, *args)
+    near(f"the part of block {last}, {dtype}", mine, part, usual=usual)
     given = x.clone().requires_grad_()
     with Products() as products:
         hint = "part(block, y) of the numbers in layout.blocks"
@@ -357,15 +367,6 @@ def mlp_case(lab, layout, seed, dtype):
         grads = tried("the MLP's backward", hint, torch.autograd.grad, out, leaves, dy)
     found = {"out": out.detach(), "x's gradient": grads[0]}
     found |= {f"the gradient of {key}": grad for key, grad in zip(w, grads[1:])}
-    gate, up, down = (full[f"{name}.{key}"] for key in keys)
-    hidden = F.silu(x.float() @ gate.T) * (x.float() @ up.T)
-    last = layout.blocks[-1]
-    args = {key: x.detach() for key, x in w.items()}, name, drop, last, x
-    size = finished.WIDTH // finished.BLOCKS
-    part = slice(last * size, (last + 1) * size)
-    part = drop(hidden, "mlp", 0)[:, part] @ down.T[part]
-    told = f"the part of block {last}, {dtype}"
-    near(told, lab.mlp(*args), part, usual=(MISTAKES, finished.mlp, args))
     return found, products.calls, drop(hidden, "mlp", 0) @ down.T
 
 

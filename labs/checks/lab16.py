@@ -73,10 +73,9 @@ def check_dropout(lab, group, seed):
         kept = batch_mask(seed, f"{site} {layer}", step)[start : start + s, first : first + f]
         args = x, site, first, layer, sequence, step, seed
         told = f"{site} of layer {layer}, sequence {sequence}, step {step}, first {first}"
-        hint = "a new tensor: x * mask"
-        with unchanged(x=x):
-            found = tried(told, hint, lab.dropout, *args)
         usual = MISTAKES, finished.dropout, args
+        with unchanged(x=x):
+            found = tried(told, section(*usual[:2])[-1], lab.dropout, *args)
         expect(isinstance(found, torch.Tensor), f"{told}: no tensor", "return it")
         expect(found.dtype == dtype, f"{told}: {found.dtype}, not {dtype}", "as x's dtype")
         most = 1e-6 if dtype == torch.float32 else 1e-2
