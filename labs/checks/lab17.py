@@ -47,7 +47,7 @@ MISTAKES = """
 x.norm() -> torch.linalg.matrix_norm(x, 2)  # |matrix| is the root of the sum of squares
 x.norm() -> x.abs().max()  # (a + b A + c A A) X, of X divided by |matrix|: else it grows for ever
 x.norm() -> x.square().sum()  # |matrix| is the root of the sum of squares
-.clamp(min=TINY) -> + TINY  # max(|matrix|, TINY), not their sum
+x.norm().clamp(min=TINY) -> (x.norm() + TINY)  # max(|matrix|, TINY), not their sum
 x.mT if tall else x) -> x)  # transpose it back
 matrix.mT if tall else matrix -> matrix  # of more rows than columns: transposed before and after
 X = a X + (b A + c A A) X, ITERATIONS times, of X X^T = A; the factor is orthogonalize()'s
@@ -82,11 +82,11 @@ to the rank whose matrices cost least so far; the list has the owner of matrix 0
 max(matrix.sizes) -> matrix.sizes[rank]  # padded: every part counts as the largest
 max(matrix.sizes) -> sum(matrix.sizes) / len(matrix.sizes)  # padded: each counts as the largest
 padded += largest * len(matrix.sizes) -> padded += largest  # all that comes, of P ranks
+in_and_out += matrix.shape[0] * matrix.shape[1] * width -> pass  # back go whole matrices, its own
 matrix.owner == rank -> False  # at the owner P parts, elsewhere one
 largest * len(matrix.sizes) -> largest * (len(matrix.sizes) - 1)  # also what stays on the rank
 in_and_out += matrix.own.numel() * width -> pass  # there go its parts of all
 in_and_out += matrix.own.numel() * width -> in_and_out += largest  # nothing is padded
-in_and_out += matrix.shape[0] * matrix.shape[1] * width -> pass  # back go whole matrices, its own
 ": in_and_out} -> ": 2 * in_and_out}  # there its parts of all, back all of its own
 matrix.shape[1 - matrix.dim] * -> matrix.shape[1] *  # of columns (dim 1) the other side is rows
 * width -> * 4  # a number has `width` bytes
