@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from checks.compare import tried
+from checks.usual import section, usual_results
 from harness import LABS, Wrong, expect, load, relative_error
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -19,6 +20,108 @@ LAYOUTS = (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)  # dp, tp, beside one rank
 PLACES = {1: [2], 2: [1, 3], 4: [0, 1, 2, 3]}  # who takes part: not the first ranks of the world
 DTYPES = torch.float32, torch.bfloat16
 NEAR = {torch.float32: 1e-5, torch.bfloat16: 5e-2}  # of values: rounding alone stays below
+MISTAKES = """
+== initial
+- 0.5) * SPREAD -> - 0.5)  # times SPREAD
+ - 0.5) * SPREAD -> * SPREAD - 0.5)  # uniform() - 0.5, then times SPREAD
+ - 0.5) -> )  # uniform() - 0.5, times SPREAD
+rows[:, None] * n + columns -> rows[:, None] * m + columns  # i n + j: there are n columns
+rows[:, None] * n + columns -> rows[:, None] + columns * m  # i n + j: row by row
+rows[:, None] * n + columns -> rows[:, None] * len(columns) + columns  # in the full matrix
+(block * size, (block + 1) * size) -> (size)  # in the full matrix, not in the block
+uniform(seed -> uniform(seed + block  # the seed is the same for all blocks
+name, rows -> name.split(".")[-1], rows  # the whole name: layers differ
+dim == 0 -> True  # a block of dim 1 has all rows, and its own columns
+of each element i n + j in the full matrix; the rows, or columns, from block (size / BLOCKS) on
+== dropout
+first + torch -> torch  # features are counted from first
+sequence * S + torch -> torch  # tokens are counted through the batch
+>= DROP -> < DROP  # kept where the number is at least DROP
+kept / (1 - DROP) -> kept.float()  # what is kept is times 1 / (1 - DROP)
+kept / (1 - DROP) -> kept / DROP  # what is kept is times 1 / (1 - DROP)
+step, token -> 0 * step, token  # another mask in each step
+ {layer}" -> "  # the name is f"{site} {layer}": another mask in each layer
+ {layer}" -> {layer}"  # the name is f"{site} {layer}", with a space
+step, token[:, None] -> token[:, None], step  # step, token, feature in this order
+a new x, kept where uniform(..) >= DROP, over 1 - DROP; tokens of the batch, features from first on
+== batch_at
+EXAMPLES // B) -> EXAMPLES)  # EXAMPLES // B steps are an epoch
+"data", epoch -> "data", 0 * epoch  # another order in each epoch
+"data", epoch -> "data", step  # an order for each epoch, not for each step
+epoch, torch.arange(EXAMPLES) -> torch.arange(EXAMPLES), epoch  # epoch, then example
+uniform(seed, "data", epoch -> uniform(seed + epoch, "data", 0  # seed stays; epoch is an argument
+(stable=True) -> (stable=True).argsort()  # the sequences in order, not their places
+stable=True -> stable=True, descending=True  # ascending
+.argsort(stable=True) -> .argsort()  # of equals the lower number first: stable=True
+place * B : (place + 1) * B -> place : place + B  # batch number `place` begins at place B
+place * B : (place + 1) * B -> step * B : (step + 1) * B  # its place in the epoch
+place * B : (place + 1) * B -> place :: EXAMPLES // B  # B that follow each other in the order
+return order -> return epoch * EXAMPLES + order  # sequences have the numbers 0 to EXAMPLES - 1
+epochs count from 0; step's place in its epoch, times B, is where the batch begins in the order
+== doubling
+x + exchange( -> exchange(  # add what comes to what is there
+the sum so far goes to the peer, what comes is added: at distance 1, then 2, then 4
+== halving
+if not rank & distance -> if rank & distance  # the lower rank has the first half, there and back
+[other, mine] if rank & distance else [mine, other] -> [mine, other]  # the lower's comes first
+cat([other, mine] if rank -> cat([other, mine] if ~rank  # the lower rank has the first half
+keep + exchange( -> exchange(  # add what comes to the half that is kept
+.view(x.shape) ->  # in x's shape
+a half is given, what comes is added to the other; back from the largest distance on, in x's shape
+== mlp
+block * (WIDTH // BLOCKS) -> 0  # the first feature of block b is b WIDTH / BLOCKS
+block * (WIDTH // BLOCKS) -> block  # the first feature of block b is b WIDTH / BLOCKS
+drop(F.silu(gate) * up, -> (lambda x, *_: x)(F.silu(gate) * up,  # drop() between the two
+F.silu(gate) * up -> F.silu(gate * up)  # silu of gate y alone, then times up y
+F.silu(gate) * up -> F.silu(up) * gate  # silu of gate y, not of up y
+F.silu(gate) * up -> gate * up  # silu of gate y
+F.silu(gate) * up -> F.gelu(gate) * up  # silu, not gelu
+"mlp", -> f"{name} mlp",  # the site is "mlp"
+down drop(silu(gate y) (up y)), of this block's weights
+== token_losses
+shifted.exp().sum(-1) -> x.to(wide).exp().sum(-1)  # both sums are of logits less peak
+shifted.gather -> x.to(wide).gather  # both sums are of logits less peak
+.masked_fill(elsewhere, 0) ->  # a target is in one block, and counts on no other one
+masked_fill(elsewhere, 0) -> masked_fill(elsewhere, -torch.inf)  # elsewhere 0: it is a summand
+return Leave -> return -Leave  # minus the target's logit alone
+*sums).log() -> *(x.log() for x in sums))  # the log of the sum over all blocks
+column[:, None])[:, 0] -> column[:, None] * 0)[:, 0]  # the target's logit
+.log() ->  # the log of the sum
+ - Leave.apply(layout.tp, *chosen) -> + Leave.apply(layout.tp, *chosen)  # less the target's logit
+one number a token: the log of Leave(own sums of exp) - Leave(own targets' logits)
+== gradients
+layout, i, step -> layout, 0, step  # dropout counts tokens through the batch: it needs the number i
+i, step, seed -> i, 0, seed  # the step is in dropout's numbers, too
+in layout.sequences -> in range(1)  # every own sequence
+all_reduce(tree_sum(parts) -> all_reduce(tree_sum(parts) / B  # each loss is a part of the mean
+all_reduce(tree_sum(parts) -> all_reduce(tree_sum(parts) * B  # the parts add up to the mean
+every own sequence i (dropout needs it), then tree_sum() of them, then all_reduce() over layout.dp
+== cost
+activations = (4 * LAYERS + 2) -> activations = (2 * LAYERS + 1)  # and in the backward as much
+activations = (4 * LAYERS + 2) -> activations = (4 * LAYERS + 1)  # embed's and the head's
+activations = (4 * LAYERS + 2) -> activations = 4 * LAYERS  # embed's and the head's
+2 * 4 * sent(S - 1, tp) -> 4 * sent(S - 1, tp)  # the loss has two sums over the vocabulary
+2 * 4 * sent -> 2 * itemsize * sent  # sums over the vocabulary are float32: 4 bytes
+ + 2 * 4 * sent(S - 1, tp) ->  # the loss has two sums over the vocabulary
+sent(S - 1, tp) -> sent(S, tp)  # the last token has no target: S - 1 losses
+sequences * (activations -> 1 * (activations  # of each own sequence
+sequences * (activations -> B * (activations  # of own sequences, B / dp
+sent(S * H, tp) * itemsize -> sent(S * H, tp) * 4  # x has `itemsize` bytes a number
+4 * sent(1, dp) + itemsize -> itemsize  # the loss is summed over dp, too
+4 * sent(1, dp) -> itemsize * sent(1, dp)  # the loss is float32: 4 bytes
+ // BLOCKS * blocks ->  # of a cut weight a rank has its blocks
+LAYERS * size -> size  # each layer has weights
+sent(weights, dp) -> weights  # what all_reduce() sends
+numbers * P.bit_length() - numbers if numbers % P else ->  # doubling where P does not divide
+sequences * blocks * (LAYERS -> sequences * BLOCKS * (LAYERS  # of own blocks
+sequences * blocks * (LAYERS -> blocks * (LAYERS  # of each own sequence
+sequences * blocks * (LAYERS -> sequences * (LAYERS  # of each own block
++ 6) + 3 -> + 6)  # the head's three products
+7 * 3 + 6 -> 7 * 3 + 2  # attention has 2 forward and 4 backward
+7 * 3 + 6 -> 7 * 3  # attention has 2 forward and 4 backward
+(7 * 3 + 6) + 3 -> (7 + 2) + 1  # a product has two more in the backward
+over tp 4 a layer, embed and head, and two sums of the loss; over dp all gradients and the loss
+"""
 PRODUCTS = "mm", "bmm", "addmm", "baddbmm", "mkldnn_linear", "mv", "dot"
 
 
@@ -57,33 +160,41 @@ ORDERS = {
 }
 
 
-def bits(what, mine, right, hints=None, hint=""):
+def hint_for(mine, most, mistakes, function, args, view=lambda result: result):
+    """The hint of the usual mistake that gives as much, up to `most`, or that for all others."""
+    for hint, result in usual_results(mistakes, function, args):
+        if relative_error(mine.detach(), view(result)) <= most:
+            return hint
+    return section(mistakes, function)[-1]
+
+
+def bits(what, mine, right, hints=None, hint="", usual=()):
     """Raise Wrong unless a tensor has the right shape, dtype and every bit.
 
-    hints {text: tensor}: if mine is that tensor instead, the text is the hint; else it is hint.
+    hints {text: tensor}: if mine is that tensor instead, the text is the hint; usual: what
+    hint_for() takes, to find one; else it is hint.
     """
     expect(isinstance(mine, torch.Tensor), f"{what} is {type(mine).__name__}, not a tensor", hint)
-    found = f"{what} has shape {tuple(mine.shape)}, not {tuple(right.shape)}"
-    expect(mine.shape == right.shape, found, hint)
-    expect(mine.dtype == right.dtype, f"{what} is {mine.dtype}, not {right.dtype}", hint)
-    if torch.equal(mine, right):
+    same = mine.shape == right.shape and mine.dtype == right.dtype
+    if same and torch.equal(mine, right):
         return
+    found = f"{what} is {mine.dtype} {tuple(mine.shape)}, not {right.dtype} {tuple(right.shape)}"
+    if same:
+        apart = (mine.detach().double() - right.detach().double()).abs().max().item()
+        count = int((mine != right).sum())
+        found = f"{what}: {count} of {mine.numel()} numbers differ, by at most {apart:.1e}"
     known = [text for text, x in (hints or {}).items() if torch.equal(mine, x)]
-    apart = (mine.detach().double() - right.detach().double()).abs()
-    count, most = int((mine != right).sum()), apart.max().item()
-    found = f"{what}: {count} of {mine.numel()} numbers differ, by at most {most:.1e}"
-    raise Wrong(found, known[0] if known else hint)
+    raise Wrong(found, known[0] if known else hint_for(mine, 1e-6, *usual) if usual else hint)
 
 
-def near(what, mine, right, hints=None, hint="", tolerance=None):
+def near(what, mine, right, hint="", tolerance=None, usual=()):
     """Raise Wrong unless mine is right but for rounding in its dtype; as bits() otherwise."""
     expect(isinstance(mine, torch.Tensor), f"{what} is {type(mine).__name__}, not a tensor", hint)
-    found = f"{what} has shape {tuple(mine.shape)}, not {tuple(right.shape)}"
-    expect(mine.shape == right.shape, found, hint)
-    most = tolerance or NEAR[mine.dtype]
-    known = [t for t, x in (hints or {}).items() if relative_error(mine.detach(), x) <= most]
-    error = relative_error(mine.detach(), right)
-    expect(error <= most, f"{what} is off by {error:.1e}", known[0] if known else hint)
+    most, error = tolerance or NEAR[mine.dtype], relative_error(mine.detach(), right)
+    if error > most:
+        same = mine.shape == right.shape
+        off = f"off by {error:.1e}" if same else f"{tuple(mine.shape)}, not {tuple(right.shape)}"
+        raise Wrong(f"{what} is {off}", hint_for(mine, most, *usual) if usual else hint)
 
 
 def batch_mask(seed, name, step):
@@ -92,9 +203,14 @@ def batch_mask(seed, name, step):
     return finished.uniform(seed, name, step, token, feature) >= finished.DROP
 
 
-def drawn_order(seed, epoch, examples):
+def coarse(*args, fine=finished.uniform):
+    """uniform(), of 8 numbers alone: many are equal."""
+    return (fine(*args) * 8).floor() / 8
+
+
+def drawn_order(uniform, seed, epoch, examples):
     """[example] of an epoch, by sorting pairs."""
-    draws = finished.uniform(seed, "data", epoch, torch.arange(examples)).tolist()
+    draws = uniform(seed, "data", epoch, torch.arange(examples)).tolist()
     return sorted(range(examples), key=lambda i: (draws[i], i))
 
 
@@ -193,6 +309,17 @@ def hugging_faces(w, batch):
     return loss.detach(), {n: model.get_submodule(p).weight.grad for n, p in names.items()}
 
 
+def beside_hugging_face(lab, batch, one, seed):
+    """Raise Wrong unless loss and gradients are, without dropout, Hugging Face's."""
+    lab.DROP, w = 0, finished.new_state(one, seed, torch.float32)["weights"]
+    mine, grads = lab.gradients(batch, w, one, 0, seed)
+    loss, theirs = hugging_faces(w, batch)
+    hint = "the mean over the batch's targets is the sum of the sequences' parts"
+    near("the loss, beside Hugging Face's", mine, loss, hint, 1e-4)
+    for name, grad in full_weights(grads).items():
+        near(f"{name}'s gradient, beside Hugging Face's", grad, theirs[name], hint, 1e-3)
+
+
 def data_of(seed, count=finished.EXAMPLES):
     """Token ids (count, S), the same on every rank."""
     numbers = torch.Generator().manual_seed(seed + 1)
@@ -219,20 +346,28 @@ def mlp_case(lab, layout, seed, dtype):
     def drop(y, site, first):
         return finished.dropout(y, site, first, layer=1, sequence=2, step=3, seed=seed)
 
+    gate, up, down = (full[f"{name}.{key}"] for key in keys)
+    hidden = F.silu(x.float() @ gate.T) * (x.float() @ up.T)
+    last = layout.blocks[-1]
+    args = {key: x.detach() for key, x in w.items()}, name, drop, last, x
+    size = finished.WIDTH // finished.BLOCKS
+    part = slice(last * size, (last + 1) * size)
+    part = drop(hidden, "mlp", 0)[:, part] @ down.T[part]
+    usual = MISTAKES, finished.mlp, args
+    mine = tried("mlp()", section(*usual[:2])[-1], lab.mlp, *args)
+    near(f"the part of block {last}, {dtype}", mine, part, usual=usual)
     given = x.clone().requires_grad_()
     with Products() as products:
-        out = lab.in_blocks(partial(lab.mlp, w, name, drop), given, layout)
+        hint = "part(block, y) of the numbers in layout.blocks"
+        part = partial(lab.mlp, w, name, drop)
+        out = tried("in_blocks()", hint, lab.in_blocks, part, given, layout)
         expect(isinstance(out, torch.Tensor), f"in_blocks() returns {type(out).__name__}")
         hint = "Enter in front, Leave behind, and nothing detached between them"
         leaves = [given, *w.values()]
         grads = tried("the MLP's backward", hint, torch.autograd.grad, out, leaves, dy)
     found = {"out": out.detach(), "x's gradient": grads[0]}
     found |= {f"the gradient of {key}": grad for key, grad in zip(w, grads[1:])}
-    wide = x.float()
-    gate, up, down = (full[f"{name}.{key}"] for key in keys)
-    hidden = F.silu(wide @ gate.T) * (wide @ up.T)
-    undropped = hidden @ down.T
-    return found, products.calls, drop(hidden, "mlp", 0) @ down.T, undropped
+    return found, products.calls, drop(hidden, "mlp", 0) @ down.T
 
 
 def own_part(state, layout):

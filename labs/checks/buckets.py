@@ -178,9 +178,15 @@ def check_finish(lab, group, seed):
                 mine = torch.zeros_like(p) if mine is None else mine
                 hints = usual_gradients(mine, group, sum(map(len, batches)), total)
                 limit = EXACT if dtype == torch.float64 else 1e-5
-                worst = max(worst, expect_close(what, p.grad, right[name], limit, hints))
+                hint = "the mean takes the place of .grad: what was there is in the sum"
+                worst = max(worst, expect_close(what, p.grad, right[name], limit, hints, hint))
             most, sent = sum(p.nbytes for p in model.parameters()) + 8, traffic.bytes("all_reduce")
             expect(sent <= most, f"{case}: {sent} bytes all-reduced; {most} will do", "each once")
             dist.barrier(group)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, rank > 0)
+    parallel.finish(2 * (rank > 0))
+    same = all(p.grad is not None and (p.grad == 0.5).all() for p in model.parameters())
+    expect(same, "rank 0 without tokens: not the mean of the others'", "the mean is every rank's")
     seen = "uneven tokens, a layer not used, steps in a row"
     return f"as DistributedDataParallel, off by {worst:.0e} in float32: {seen}"

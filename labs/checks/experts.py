@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from checks.compare import close, drawn, expect_same
+from checks.compare import close, drawn, expect_same, tried
 from harness import Traffic, expect
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -142,21 +142,26 @@ def check_rows(lab, what, seed, weights, order):
     before = [t.detach().clone() for t in (x, y, weights)]
     mine, dy = lab.TakeRows.apply(x, order // k), drawn(seed + 5, rows, 4)
     close(f"{what}: TakeRows", mine, tokens @ x)
-    [dx] = gradients(mine, dy, x)
+    hint = "dx (n, h) has grad's dtype: grad[i] is added to row source[i]; None for source"
+    [dx] = tried(f"{what}: TakeRows' backward", hint, gradients, mine, dy, x)
     last = torch.zeros_like(dx)
     last[order // k] = dy
     hints = {"a row that was taken k times has k gradients: add them (index_add)": last}
     close(f"{what}: TakeRows' gradient", dx, tokens.T @ dy, hints)
-    mine, dy = lab.WeightedSum.apply(y, weights, order), drawn(seed + 6, n, 4)
+    hint = "order[i] // k is row i's token, weights.flatten()[order[i]] its weight"
+    mine = tried(f"{what}: WeightedSum", hint, lab.WeightedSum.apply, y, weights, order)
+    dy = drawn(seed + 6, n, 4)
     right = tokens.T @ (y * (choices @ weights.flatten())[:, None])
     hints = {"times the weight of the choice that the row is for": tokens.T @ y}
-    hint = "order[i] // k is row i's token, weights.flatten()[order[i]] its weight"
     close(f"{what}: WeightedSum", mine, right, hints, hint)
-    names = "y", "weights"
-    found, wanted = (gradients(out, dy, (y, weights)) for out in (mine, right))
+    hint = (
+        "a weight's gradient: the product of its row with its token's, summed; y's: times weights"
+    )
+    call = gradients, mine, dy, (y, weights)
+    found = tried(f"{what}: WeightedSum's backward", hint, *call)
+    wanted = gradients(right, dy, (y, weights))
     hints = {"dy: of the weighted sum, so times the weight": tokens @ dy}
-    for name, a, b in zip(names, found, wanted):
-        hint = "a weight's gradient: the product of its row with its token's, summed"
+    for name, a, b in zip(("y", "weights"), found, wanted):
         close(f"{what}: WeightedSum's gradient of {name}", a, b, hints, hint)
     expect_same(f"{what}: x, y or weights", [x, y, weights], before)
 

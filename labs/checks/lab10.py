@@ -28,6 +28,7 @@ LOSS = {  # hint: (a part of chunked_loss(), what usually stands there instead),
     "the last token has no target: IGNORE, not the sequence's first token": [
         ("F.pad(labels[:, 1:], (0, 1), value=IGNORE)", "labels.roll(-1, 1)")
     ],
+    "what is padded has no target: IGNORE": [("value=IGNORE", "value=0")],
     "divide by the number of targets, not of tokens": [(COUNT, "targets.numel()")],
     "return a mean: divide by the number of targets": [(f" / {COUNT}", "")],
     "count the shifted targets: a first label is nobody's target": [
@@ -67,10 +68,14 @@ def follow_chunks(lab, head, b, s, chunk, seed):
     wanted = gradients(right, [hidden, head.weight])
     what, logits = f"the loss of {b} x {s} tokens in chunks of {chunk}", 8 * 500 * max(chunk, b)
     with Alive() as alive:
-        mine = lab.chunked_loss(head, hidden, labels, chunk)
+        hint = "chunk // b tokens of each sequence, at least 1; all chunks, the last one shorter"
+        mine = tried(what, hint, lab.chunked_loss, head, hidden, labels, chunk)
         kept, peak = alive.now(), alive.peak
         nothing = "0 / 0: a chunk may be without targets; divide once, by all of them"
-        close(what, mine, right.detach(), hints, "" if mine.isfinite() else nothing)
+        hint = (
+            "a token's target is the next one; all chunks' sums, divided by the number of targets"
+        )
+        close(what, mine, right.detach(), hints, hint if mine.isfinite() else nothing)
         expect(mine.requires_grad, f"{what} has no gradient", "no detach(), item() or no_grad()")
         found = gradients(mine, [hidden, head.weight])
     for name, x, y in zip(("hidden", "head"), found, wanted):
@@ -102,23 +107,21 @@ class Counted(nn.Module):
 
 def check_tiled(lab, group, seed):
     torch.manual_seed(seed)
-    for shape, out, size in (
-        ((2, 13, 6), 6, 5),
-        ((1, 8, 6), 9, 4),  # two whole tiles
-        ((1, 5, 6), 4, 4),  # one token more than a tile
-        ((2, 3, 7, 6), 5, 3),
-        ((3, 4, 6), 6, 1),
-    ):
+    cases = ((2, 13, 6), 6, 5), ((1, 8, 6), 9, 4), ((1, 5, 6), 4, 4)  # whole tiles; one token more
+    for shape, out, size in (*cases, ((2, 3, 7, 6), 5, 3), ((3, 4, 6), 6, 1)):
         block, most = Counted(6, out).double(), size * shape[0] + shape[0] - 1
         for recomputed in False, True:
             follow_tiles(lab, block, shape, size, lab.Tiled(block, most), recomputed, seed)
-        x, whole = drawn(seed, *shape), shape[0] * shape[-2]
+        x, whole = drawn(seed, *shape).requires_grad_(), shape[0] * shape[-2]
         for tokens, right in (whole, 1), (whole + 5, 1), (whole - 1, 2), (0, shape[-2]):
             block.tokens.clear()
-            lab.Tiled(block, tokens)(x)
-            found = f"x {shape} in tiles of {tokens} tokens of all sequences: {block.tokens}"
             hint = "tiles are of dim -2, tokens // b of each sequence, 1 at least"
+            y = tried(f"x {shape} in tiles of {tokens} tokens", hint, lab.Tiled(block, tokens), x)
+            found = f"x {shape} in tiles of {tokens} tokens of all sequences: {block.tokens}"
             expect(len(block.tokens) == right, f"{found}, not {right} runs", hint)
+            y.sum().backward()
+            hint = "where all tokens are one tile the block runs as it is, and once"
+            expect(right > 1 or len(block.tokens) == 1, f"{found} with the backward", hint)
     check_tiles_alive(lab, seed)
     return "5 shapes, alone and recomputed: gradients to 1e-10, each tile twice, a tile alive"
 
@@ -133,8 +136,10 @@ def follow_tiles(lab, block, shape, size, tiled, recomputed, seed):
     right = [block(x) for x in given]
     wanted = gradients(sum((y * dy).sum() for y, dy in zip(right, dys)), tensors)
     block.tokens.clear(), block.calls.clear()
-    mine = [checkpoint(tiled, x, use_reentrant=False) if recomputed else tiled(x) for x in given]
-    hint = "tiles are of dim -2, tokens // b of each sequence, the last one shorter"
+    hint = "tiles are of dim -2, tokens // b of each sequence, the last one shorter; y is as wide"
+    hint += " as the block gives it"
+    run = partial(checkpoint, tiled, use_reentrant=False) if recomputed else tiled
+    mine = [tried(what, hint, run, x) for x in given]
     expect(max(block.tokens) == size, f"{what}: a tile of {max(block.tokens)}", hint)
     for y, other in zip(mine, right):
         expect(y.dtype == other.dtype, f"{what}: the output is {y.dtype}", "y.new_empty(...)")
@@ -200,7 +205,10 @@ def check_policy(lab, group, seed):
     hint = "row_parallel: a partial sum is as large as x of all ranks; is it the weight's _base?"
     last = "addmm's last argument is the weight, as mm's is"
     rest = "EXPENSIVE lists what is kept, by operation.name(); all else runs again"
-    same = "a product is row parallel if its weight is (`is`) one of these, not if numbers agree"
+    same = (
+        "EXPENSIVE has operation.name(); a product is row parallel if its weight is (`is`) one of"
+    )
+    same += " these, not if numbers agree"
     cases = [
         ("a product", True, same, aten.mm.default, x, column.weight.t()),
         ("a product with bias", True, same, aten.addmm.default, bias, x, column.weight.t()),
@@ -210,12 +218,13 @@ def check_policy(lab, group, seed):
     ]
     cases += [("silu", False, rest, aten.silu.default, x)]
     cases += [("a product of each number", False, rest, aten.mul.Tensor, x, x)]
+    cases += [("a sum", False, rest, aten.sum.dim_IntList, x, [1])]  # the last argument: no tensor
     cases += [("a batch of products", False, rest, aten.bmm.default, q[0], q[0])]
     for name in finished.EXPENSIVE[2:-1]:  # attention, in each of torch's ways
         call = getattr(aten, name.removeprefix("aten::")).default
         cases += [(name, True, "attention is expensive: EXPENSIVE lists it", call, q, q, q)]
     for name, keep, hint, *call in cases:
-        found = policy(*call)
+        found = tried(name, "args[-1] is a weight in a product alone", policy, *call)
         text = f"{name}: {found} is neither a CheckpointPolicy nor a bool"
         expect(isinstance(found, KNOWN), text, "MUST_SAVE or PREFER_RECOMPUTE, in every case")
         expect((found in SAVE) == keep, f"{name} is {'not kept' if keep else 'kept'}", hint)
@@ -246,19 +255,19 @@ def check_offloaded(lab, group, seed):
 
     leaves = [drawn(seed + i, 3, 4).requires_grad_() for i in (0, 1)]
     right = layer(leaves[0] * 3, leaves[1], 2)
-    wanted = gradients(right.sum(), leaves)
-    runs.clear()
-    x = leaves[0] * 3
-    there = weakref.ref(x)
-    y = lab.offloaded(hooks, layer, x, leaves[1], 2)
+    wanted, runs[:] = gradients(right.sum(), leaves), []
+    there = weakref.ref(x := leaves[0] * 3)
     hint = "checkpoint(function, *args) inside `with hooks():` keeps function's inputs alone"
+    y = tried("offloaded()", hint, lab.offloaded, hooks, layer, x, leaves[1], 2)
+    expect(y is not None, "offloaded() returns None", hint)
     what = f"{len(sent)} tensors went to the host, not the 2 inputs alone"
-    expect(sent == [x.shape] * 2, what, hint)
+    expect(sent == 2 * [x.shape], what, hint)
     del x
     hint = "nothing else may hold an input: no lambda, no partial, no list around it"
     expect(there() is None, "an input is on the device, too", hint)
     close("the output", y.detach(), right.detach())
-    for name, a, b in zip(("x", "the second input"), gradients(y.sum(), leaves), wanted):
+    found = tried("the backward", "nothing is detached", gradients, y.sum(), leaves)
+    for name, a, b in zip(("x", "the second input"), found, wanted):
         close(f"the gradient of {name}", a, b)
     expect(len(back) == 2, f"{len(back)} tensors came back, not 2")
     expect(len(runs) == 2, f"the layer ran {len(runs)} times, not twice", hint)
@@ -289,7 +298,8 @@ def check_chunks_of_heads(lab, group, seed):
         close(f"{chunks} chunks of heads: dx", grads[0], wanted[0][:, mine])
         for name, a, b in zip("qkv", grads[1:], wanted[1:]):  # each rank has a part of it
             dist.all_reduce(a, group=group)
-            close(f"{chunks} chunks of heads: the gradient of {name}_weight", a, b)
+            hint = "attend() takes the weights of q, k, v in this order"
+            close(f"{chunks} chunks of heads: the gradient of {name}_weight", a, b, None, hint)
     hints = "one chunk after another, each of them freed before the next"
     hints = hints, "a checkpoint for each chunk: one for all of them makes all again at once"
     for phase, hint, many, one in zip(("forward", "backward"), hints, peaks[6], peaks[1]):

@@ -28,11 +28,26 @@ from checks.experts import (
     tiny,
 )
 from checks.tools import expect_traffic
-from harness import LABS, Traffic, expect, load
+from checks.usual import usual_hint
+from harness import LABS, Traffic, Wrong, expect, load
 from torch import nn
 
 finished = load(LABS / "lab12_experts.py")  # not the learner's
 split = finished.split
+MISTAKES = """
+== message_bytes
+message = sizes + 2 * -> message = sizes +  # the backward sends each row's gradient, both ways, too
+message = sizes + -> message =  # the sizes are sent, too: int64, 8 bytes an expert
+8 * sum(held) -> itemsize * sum(held)  # sizes are int64, whatever the rows are: 8 bytes
+8 * sum(held) -> 16 * sum(held)  # the sizes are sent once: they have no gradient
+8 * sum(held) -> 8 * len(choices)  # a size for each expert, not for each rank
+rows[:, rank].sum() -> rows[rank].sum()  # on the way back a rank sends what it had received
+sent + received - 2 * stay -> sent + received  # what a rank keeps does not go over the wire
+sent + received - 2 * stay -> sent + received - stay  # it stays on both ways, and in the backward
+sizes - 8 * held[rank] -> sizes  # the sizes for itself stay, too
+sizes - 8 * held[rank] + 2 * -> sizes - 8 * held[rank] +  # the backward goes over the wire, too
+sizes, and rows there and back, in forward and backward; over the wire goes what does not stay
+"""
 
 
 def expect_list(what, mine, right, hint):
@@ -72,7 +87,8 @@ def check_routing(lab, group, seed):
         else:
             shared = "softmax over all E experts, and the k largest as they are: no sum of 1"
             hints[shared] = plain / plain.sum(-1, keepdim=True)
-        close(f"{what}: weights", weights, right, hints)
+        hint = "the probabilities; if renormalise, each divided by the sum of its token's k"
+        close(f"{what}: weights", weights, right, hints, hint)
         hint = "the router learns through the weights: no detach()"
         expect(weights.requires_grad, f"{what}: the weights have no gradient", hint)
         [mine], [right] = gradients(weights, dy, x), gradients(right, dy, x)
@@ -109,7 +125,7 @@ def check_all_to_all(lab, world, seed):
         start, end = split(count, rank, P)
         with Traffic() as traffic:
             hint = (
-                "an all-to-all of sizes: rank r gets those of its experts, from every rank of group"
+                "an all-to-all of sizes: a rank gets those of its experts, from each of the group"
             )
             what, call = f"{P} ranks, {count} experts", (sizes := table[rank].clone(), group)
             arriving = tried(f"{what}: exchange_sizes()", hint, lab.exchange_sizes, *call)
@@ -125,9 +141,8 @@ def check_all_to_all(lab, world, seed):
         x, sends, receives = xs[rank].requires_grad_(), rows[rank].tolist(), rows[:, rank].tolist()
         with Traffic() as traffic:
             call = lab.AllToAll.apply, x, sends, receives, group
-            mine = tried(
-                f"{what}: AllToAll", "output sizes: receives; input: sends; group=group", *call
-            )
+            hint = "output sizes: receives; input: sends; group=group"
+            mine = tried(f"{what}: AllToAll", hint, *call)
         right = torch.cat([parts[rank] for parts in cut])
         hint = "the first sends[0] rows go to rank 0; what comes stands in the order of ranks"
         close(f"{what}: rows", mine.detach(), right.detach(), None, hint)
@@ -170,7 +185,7 @@ def follow_experts(lab, what, own, lie, sizes, seed):
     rows = drawn(seed, len(lie), 16).requires_grad_()
     inputs, dy = [*weights, rows], drawn(seed + 1, len(lie), 16)
     before = [t.detach().clone() for t in inputs]
-    hint = "each expert has its own number of rows, sizes[e], and its own two matrices"
+    hint = "down(silu(gate x) * up x), of each expert's own sizes[e] rows and two matrices"
     call = rows, sizes, *weights
     mine = tried(f"{what}: run_experts()", hint, lab.run_experts, *call)
     expect_same(f"{what}: rows or weights", inputs, before)
@@ -189,7 +204,7 @@ def follow_experts(lab, what, own, lie, sizes, seed):
         module.act_fn = plain
     hints = {"gate's rows are above up's, and silu is for the gate": swapped.detach()}
     hints["silu of the gate, times up"] = linear.detach()
-    close(f"{what}: the outputs", mine.detach(), out.detach(), hints, "down(silu(gate x) * up x)")
+    close(f"{what}: the outputs", mine.detach(), out.detach(), hints, hint)
     hint = "also no rows belong to the graph, or the backward's all-to-alls wait for this rank"
     expect(mine.requires_grad, f"{what}: the output has no gradient", hint)
     for name, a, b in zip(("gate_up", "down", "rows"), gradients(mine, dy, inputs), wanted):
@@ -201,6 +216,12 @@ BLOCKS = [  # family, experts, k, tokens of each rank: of 2, 3, 4 ranks
     ("Qwen3-MoE", 8, 1, [4, 0, 2]),  # two experts at least have no tokens
     ("Mixtral", 3, 2, [1, 6, 0, 3]),  # and rank 3 no expert
 ]
+
+
+SENDS = (
+    "a row's token is order // k; sends and receives have a number for each rank, of this call's"
+)
+SENDS += " sizes; on the way back they change places"
 
 
 def check_block(lab, world, seed):
@@ -220,11 +241,10 @@ def check_block(lab, world, seed):
         ours = lab.ExpertParallel(block, group)
         own = x[:, mine].detach().requires_grad_()
         what = f"{family}, {count} experts on {P} ranks with {tokens} tokens"
-        hint = "sizes are this call's; on the way back sends and receives change places"
         with Float64():
-            tried(what, hint, ours, own.detach()[:, : tokens[rank] // 2])  # then other sizes
+            tried(what, SENDS, ours, own.detach()[:, : tokens[rank] // 2])  # then other sizes
         with Float64(), Traffic() as traffic:
-            out = tried(what, hint, ours, own)
+            out = tried(what, SENDS, ours, own)
         hint = "rows come rank by rank: by_expert() before the experts, its argsort() behind them"
         hints = {"each row times the router's weights": plain[None].detach()}
         close(f"{what}: the output", out.detach(), right[:, mine].detach(), hints, hint)
@@ -257,24 +277,22 @@ def check_bytes(lab, world, seed):
             with Traffic() as traffic:
                 finished.ExpertParallel(block, group).mix(x, *routed[rank]).sum().backward()
             what = f"rank {rank} of {P} with choices {choices.tolist()}"
-            mine = lab.message_bytes(choices, rank, 16, 8)
-            pair = isinstance(mine, tuple | list) and len(mine) == 2
-            expect(pair, f"message_bytes() returns {mine}", "(message, wire)")
             held = slice(*split(count, rank, P))
             stay = int(choices[rank, held].sum())
             sent, received = int(choices[rank].sum()), int(choices[:, held].sum())
-            away = sent + received - 2 * stay
-            right = traffic.bytes("all_to_all"), 8 * (count - held.stop + held.start) + 256 * away
-            forward = 8 * count + 128 * (sent + received)
-            hints = {forward: "the backward sends each row's gradient, both ways, too"}
-            hints |= {right[0] - 8 * count: "the sizes are sent, too: int64, 8 bytes an expert"}
-            hints |= {8 * count + 512 * sent: "on the way back a rank sends what it had received"}
-            found = f"{what}: {mine[0]} message bytes, not {right[0]}"
-            expect(mine[0] == right[0], found, hints.get(mine[0], ""))
-            kept = "what a rank keeps does not go over the wire"
-            hints = {right[0]: kept, right[1] + 512 * stay: kept}
-            found = f"{what}: {mine[1]} wire bytes, not {right[1]}"
-            expect(mine[1] == right[1], found, hints.get(mine[1], "the sizes for itself stay, too"))
+            away, own = sent + received - 2 * stay, held.stop - held.start
+            for itemsize in 8, 2:
+                args = choices, rank, 16, itemsize
+                mine = lab.message_bytes(*args)
+                pair = isinstance(mine, tuple | list) and len(mine) == 2
+                expect(pair, f"message_bytes() returns {mine}", "(message, wire)")
+                rows = traffic.bytes("all_to_all") - 8 * count
+                right = 8 * count + rows * itemsize // 8, 8 * (count - own) + 32 * itemsize * away
+                for part, name in enumerate(("message", "wire")):
+                    if mine[part] != right[part]:
+                        found = f"{mine[part]} {name} bytes, not {right[part]}"
+                        hint = usual_hint(MISTAKES, finished.message_bytes, args, mine[part], part)
+                        raise Wrong(f"{what}, {itemsize} bytes a number: {found}", hint)
     return "2, 3 and 4 ranks, with and without a capacity: message bytes as counted, to the byte"
 
 
@@ -282,19 +300,15 @@ def check_balance(lab, world, seed):
     for group, rank, P in members(subgroups()):
         for layers, k in (1, 1), (3, 2):
             follow_balance(lab, group, rank, [3, 0, 5, 4][-P:], layers, k, seed + P)
-    return (
-        "2, 3, 4 ranks, one without tokens: Hugging Face's aux_loss, its gradient, one all-reduce"
-    )
+    return "2, 3, 4 ranks, one without tokens: Hugging Face's aux_loss, gradient, one all-reduce"
 
 
 def check_gradients(lab, group, seed):
     rank = group.rank()
     _, replicas = finished.make_groups(4, 2)
     follow_averages(lab, seed, group, replicas, range(4), range(rank % 2, 4, 2))
-    pairs, alone = (
-        [dist.new_group(ranks) for ranks in sets]
-        for sets in ([[0, 3], [1, 2]], [[0], [1], [2], [3]])
-    )
+    pairs = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]
+    alone = [dist.new_group([r]) for r in range(4)]
     inside = [0, 3] if rank in (0, 3) else [1, 2]
     follow_averages(lab, seed, pairs[rank in (1, 2)], alone[rank], inside, [rank])
     worst = 0
@@ -310,23 +324,16 @@ def check_gradients(lab, group, seed):
 
 
 def check_capacity(lab, group, seed):
-    for n, k, count, capacity in (
-        (9, 2, 4, 3),
-        (6, 1, 5, 1),
-        (0, 2, 3, 1),
-        (4, 2, 3, 9),
-        (3, 2, 2, 3),
-    ):
+    sizes = (9, 2, 4, 3), (6, 1, 5, 1), (0, 2, 3, 1), (4, 2, 3, 9), (3, 2, 2, 3)
+    for n, k, count, capacity in sizes:
         weights, experts = some_choices(seed, n, k, count)
         before, hint = [weights.clone(), experts.clone()], "fewer tokens than that: all stay"
         what = f"{n} tokens, {k} of {count} experts, capacity {capacity}: experts"
         found = tried(what, hint, lab.drop, weights, experts, count, capacity)
         kept = kept_choices(weights, experts, count, capacity)
         first = kept_choices(weights, experts, count, capacity, lambda weight, token: token)
-        right, early = (
-            experts.masked_fill(~torch.tensor(keep, dtype=torch.bool).view(n, k), count).tolist()
-            for keep in (kept, first)
-        )
+        masks = (torch.tensor(keep, dtype=torch.bool).view(n, k) for keep in (kept, first))
+        right, early = (experts.masked_fill(~mask, count).tolist() for mask in masks)
         expect_same(f"{what}: weights or experts", [weights, experts], before)
         hint = f"of each expert's choices the {capacity} with the largest weights stay"
         hint += ", not the first" if found.tolist() == early else ""

@@ -8,12 +8,11 @@ and from Hugging Face's models, which see one document at a time. See documents.
 import random
 
 import torch
-import torch.distributed as dist
 from checks.compare import close, drawn, tried
 from checks.documents import (
     END,
     IGNORE,
-    Unchanged,
+    MISTAKES,
     document_of,
     expect_held,
     expect_numbers,
@@ -31,6 +30,7 @@ from checks.documents import (
     position_of,
     pytorchs_mask,
     short,
+    unchanged,
     zigzag,
 )
 from checks.experts import gradients, members
@@ -43,11 +43,12 @@ from checks.packed import (
     expect_one,
     expect_overlap,
     expect_sent,
-    moved,
+    lengths_of,
     ring_cases,
     watch,
 )
-from harness import Traffic, expect
+from checks.usual import close_or_usual, usual_hint
+from harness import Traffic, Wrong, expect
 
 split = finished.split
 WINDOWS = 3, None, 1, 50
@@ -57,30 +58,17 @@ def check_documents(lab, group, seed):
     for what, lengths in packings(seed).items():
         for whole, end in (True, END), (False, 0):
             ids = packed_ids(lengths, seed, whole, end)
-            with Unchanged(ids=ids):
+            with unchanged(ids=ids):
                 found, labels = lab.documents(ids, end), lab.targets(ids, end)
-            both = isinstance(found, tuple) and len(found) == 2
+            both = isinstance(found, tuple | list) and len(found) == 2
             expect(both, "documents() does not return a pair", "(document, position)")
             told = f"{what}, {'each' if whole else 'not the last'} with its end"
-            s, right = len(ids), document_of(lengths).tolist()
-            late = [n + int(i == end) for n, i in zip(right, ids.tolist())]
-            hints = {"an end belongs to the document that it ends": late}
-            hint = "how many ends lie before the token?"
-            expect_numbers(f"{told}: document", found[0], right, hints, hint)
-            right = position_of(lengths).tolist()
-            hints = {"positions begin anew in each document": [*range(s)]}
-            hints["the first token of a document has position 0"] = [p + 1 for p in right]
-            hint = "a token's number less that of the first of its document"
-            expect_numbers(f"{told}: position", found[1], right, hints, hint)
-            shifted = [*ids[1:].tolist(), IGNORE]
-            ends = position_of(lengths).tolist()[1:] + [0]
-            right = [i if p else IGNORE for i, p in zip(shifted, ends)]
-            hints = {"a document's last token has no target: next comes another one's": shifted}
-            hints["the target is the token behind it, not itself"] = [
-                IGNORE if i == end else i for i in ids.tolist()
-            ]
-            hints["the last token of all has no target either"] = [*right[:-1], int(ids[0])]
-            expect_numbers(f"{told}: targets", labels, right, hints)
+            right, call = position_of(lengths).tolist(), (finished.documents, (ids, end))
+            expect_numbers(f"{told}: document", found[0], document_of(lengths).tolist(), *call, 0)
+            expect_numbers(f"{told}: position", found[1], right, *call, 1)
+            behind = zip([*ids[1:].tolist(), IGNORE], [*right[1:], 0])
+            right = [i if place else IGNORE for i, place in behind]
+            expect_numbers(f"{told}: targets", labels, right, finished.targets, (ids, end))
     return "1 to 40 documents, of one token or many, with and without a last end: as drawn"
 
 
@@ -89,66 +77,45 @@ def check_mask(lab, group, seed):
     for what, lengths in packings(seed).items():
         position, s = position_of(lengths), sum(lengths)
         for window in WINDOWS:
-            told, most = f"{what}, window {window}", window or s
+            told = f"{what}, window {window}"
             mask = pytorchs_mask(lengths, window)
-            with Unchanged(position=position):
+            with unchanged(position=position):
                 first = lab.first_seen(position, window)
-            crossing = [max(0, i - most + 1) for i in range(s)]
-            hints = {"no query sees another document: no further back than its start": crossing}
-            no_window = [i - p for i, p in enumerate(position.tolist())]
-            hints["a window of w: w keys, the own one included"] = no_window
-            wide = [max(i - most, start) for i, start in enumerate(no_window)]
-            hints["a window of w has w keys with the own one: w - 1 before it"] = wide
-            expect_numbers(f"{told}: first", first, first_of(lengths, window).tolist(), hints)
+            right, args = first_of(lengths, window), (position, window)
+            expect_numbers(f"{told}: first", first, right.tolist(), finished.first_seen, args)
             q_at, k_at = (torch.tensor(chosen.sample(range(s), s // n)) for n in (2, 3))
-            first = first_of(lengths, window)
-            with Unchanged(q_at=q_at, k_at=k_at, first=first):
-                found = lab.visible(q_at, k_at, first)
-            right = mask[q_at][:, k_at]
-            hints = {"not the keys that come after the query": k_at >= first[q_at, None]}
-            hints["not the keys before the first one that it sees"] = k_at <= q_at[:, None]
-            hints["a query sees its own key, too"] = right & (k_at < q_at[:, None])
-            hints["nor is the first key left out"] = right & (k_at > first[q_at, None])
-            hints = {text: wrong.double() for text, wrong in hints.items()}
-            hint = "q_at and k_at are the tokens' numbers: compare these, not places in the lists"
+            args = q_at, k_at, right
+            with unchanged(q_at=q_at, k_at=k_at, first=right):
+                found = lab.visible(*args)
             found = found.double() if isinstance(found, torch.Tensor) else found
-            close(f"{told}: visible", found, right.double(), hints, hint)
+            usual = MISTAKES, finished.visible, args
+            close_or_usual(f"{told}: visible", found, mask[q_at][:, k_at].double(), *usual)
     return "with and without windows: what PyTorch's create_mask and a block-diagonal mask say"
 
 
 def check_work(lab, group, seed):
     for what, lengths in packings(seed).items():
-        for world in 1, 2, 4, 5:
+        for world in 4, 5, 2, 1:
             for where, held in placements(lengths, world, seed).items():
                 for window in WINDOWS:
                     mask, first = mask_of(lengths, window), first_of(lengths, window)
-                    with Unchanged(held=held, first=first):
+                    with unchanged(held=held, first=first):
                         found = lab.work(held, first)
                     right = [int(mask[at].sum()) for at in held]
-                    others = [pairs - len(at) for pairs, at in zip(right, held)]
-                    hints = {"a query sees its own key, too": others}
-                    own = [int(mask[at][:, at].sum()) for at in held]
-                    hints["the keys may be on any rank"] = own
-                    every = [int((at + 1).sum()) for at in held]
-                    hints["not the keys before first: they are another document's"] = every
                     told = f"{what} {where} on {world} ranks, window {window}: work"
-                    expect_numbers(told, found, right, hints)
+                    expect_numbers(told, found, right, finished.work, (held, first))
     return "1 to 5 ranks, four placements, with and without windows: as counted in the mask"
 
 
 def check_by_document(lab, group, seed):
     cases = packings(seed) | {"one token": [1], "two documents": [23, 11]}
     for what, lengths in cases.items():
-        for world in 1, 2, 3, 4, 8:
+        for world in 3, 4, 8, 2, 1:
             position = position_of(lengths)
-            with Unchanged(position=position):
+            with unchanged(position=position):
                 found = lab.by_document(position, world)
             told, right = f"{what} on {world} ranks", zigzag(lengths, world)
-            hints = {"in every document, not in the whole": zigzag(lengths, world, whole=True)}
-            anew = "what is left goes to the ranks in turn: go on where the last document stopped"
-            hints[anew] = zigzag(lengths, world, anew=True)
-            hint = "2P chunks of n // 2P tokens; rank r has chunks r and 2P - 1 - r, then the rest"
-            expect_held(told, found, right, hints, hint)
+            expect_held(told, found, right, finished.by_document, (position, world))
     for world in 1, 2, 3:
         whose = expect_pytorchs(lab, world)
     return f"1 to 8 ranks: zigzag in each document, at most a token apart; {whose}"
@@ -157,23 +124,21 @@ def check_by_document(lab, group, seed):
 def check_by_work(lab, group, seed):
     cases = packings(seed) | {"a long document and many of one token": [12] + 36 * [1]}
     for what, lengths in cases.items():
-        for world, size in (1, 4), (2, 3), (3, 4), (4, 2), (4, 7):
+        for world, size in (4, 2), (3, 4), (2, 3), (1, 4), (4, 7):
             for window in None, 3:
                 first = first_of(lengths, window)
-                with Unchanged(first=first):
-                    found = lab.by_work(first, world, size)
-                case = lengths, window, world, size
-                hints = {"a rank has room for ceil(blocks / P)": heaviest_first(*case, room=99)}
-                for order, text in (
-                    ("in order", "the block with the most pairs first"),
-                    ("least", "the most pairs first, not the fewest"),
-                    ("last", "of equals the lower number first"),
-                ):
-                    hints[text] = heaviest_first(*case, order=order)
                 told = f"{what} on {world} ranks, window {window}, blocks of {size}"
-                hint = "each block to the rank with the fewest pairs so far, of those with room"
-                expect_held(told, found, heaviest_first(*case), hints, hint)
+                args = first, world, size
+                with unchanged(first=first):
+                    found = tried(told, "a rank has room for ceil(blocks / P)", lab.by_work, *args)
+                right = heaviest_first(lengths, window, world, size)
+                expect_held(told, found, right, finished.by_work, args)
     return "1 to 4 ranks, the last block shorter: dealt as from the mask, block by block"
+
+
+def listed(function, *args):
+    """What a function gives, as a list."""
+    return [*function(*args)]
 
 
 def check_tiles(lab, group, seed):
@@ -182,37 +147,41 @@ def check_tiles(lab, group, seed):
             for tile, window in (1, None), (1, 3), (4, None), (16, 3):
                 lab.TILE, first, mask = tile, first_of(lengths, window), mask_of(lengths, window)
                 for q_at, k_at in (pair for q in held for pair in ((q, k) for k in held)):
-                    with Unchanged(q_at=q_at, k_at=k_at, first=first):
-                        found = [*lab.tiles(q_at, k_at, first)]
                     told = f"{what} {where}, TILE {tile}, window {window}: tiles of queries "
                     told += f"{short(q_at.tolist())} and keys {short(k_at.tolist())}"
-                    expect_tiles(told, found, mask[q_at][:, k_at], tile)
+                    args = q_at, k_at, first
+                    hint = "where the queries see none of the keys, nothing is yielded"
+                    with unchanged(q_at=q_at, k_at=k_at, first=first):
+                        found = tried(told, hint, listed, lab.tiles, *args)
+                    expect_tiles(told, found, mask[q_at][:, k_at], tile, args)
     return "four placements: the fewest keys; with a tile of one query just the pairs of the mask"
 
 
 def check_travels(lab, group, seed):
     for what, lengths in packings(seed).items():
-        for P in 1, 2, 3, 4:
+        for P in 4, 3, 2, 1:
             for where, held in placements(lengths, P, seed).items():
                 for window in None, 3:
                     first, mask = first_of(lengths, window), mask_of(lengths, window)
                     for source in range(P):
                         told = f"{what} {where} on {P} ranks, window {window}: of rank {source} "
-                        with Unchanged(held=held, first=first):
+                        with unchanged(held=held, first=first):
                             found = [lab.travels(held, source, t, first) for t in range(P + 1)]
-                        expect_travels(told, found, held, source, mask)
+                        expect_travels(told, found, held, source, mask, first)
     return "1 to 4 ranks, four placements, windows: no key goes further than to its last query"
 
 
 def check_ring_forward(lab, world, seed):
-    worst, events = 0, watch(lab)
+    hint = "send what travels() in the step after, receive what the previous rank sends on"
+    worst, (events, lengths) = 0, watch(lab, 1, hint)
     for told, group, held, case in ring_cases(seed):
         own, rank, first = held[group.rank()], group.rank(), case.first
         q, k, v = case.q[:, :, own], case.k[:, own], case.v[:, own]
         events.clear()
+        lengths[:] = lengths_of(case, held, rank, True)
         hint = "keys and the numbers of their tokens belong together: kv and travels() of one step"
         call = lab.ring_forward, q, k, v, held, first, group
-        with Unchanged(q=q, k=k, v=v, held=held, first=first), Traffic() as traffic:
+        with unchanged(q=q, k=k, v=v, held=held, first=first), Traffic() as traffic:
             found = tried(told, hint, *call)
         triple = isinstance(found, tuple) and len(found) == 3
         expect(triple, f"{told}: ring_forward() does not return three", "(out, lse, kept)")
@@ -237,7 +206,8 @@ def check_ring_forward(lab, world, seed):
 
 
 def check_ring_backward(lab, world, seed):
-    worst = 0
+    hint = "from the last step on: back goes what had come, and what went comes"
+    worst, (_, lengths) = 0, watch(lab, -1, hint)
     for told, group, held, case in ring_cases(seed):
         own, first = held[group.rank()], case.first
         q, k, v, dout = case.q[:, :, own], case.k[:, own], case.v[:, own], case.dout[:, :, own]
@@ -245,9 +215,10 @@ def check_ring_backward(lab, world, seed):
         delta = (dout * out).sum(-1)
         mine = finished.attend_backward(q, k, v, dout, lse, delta, own, own, first)
         hint = "what comes back belongs to the keys that went on: travels() of the step after"
+        lengths[:] = lengths_of(case, held, group.rank(), False)
         call = lab.ring_backward, q, kept, out, lse, dout, held, first, group
         given = {"q": q, "kept": kept, "out": out, "lse": lse, "dout": dout, "held": held}
-        with Unchanged(**given, first=first), Traffic() as traffic:
+        with unchanged(**given, first=first), Traffic() as traffic:
             found = tried(told, hint, *call)
         triple = isinstance(found, tuple | list) and len(found) == 3
         expect(triple, f"{told}: ring_backward() does not return three", "(dq, dk, dv)")
@@ -268,16 +239,16 @@ def check_ulysses(lab, world, seed):
         rank, P, own = group.rank(), group.size(), held[group.rank()]
         kv, s, order = len(case.k), len(case.first), torch.cat(held)
         x, heads = drawn(seed + 3, kv, s, 2), slice(*split(kv, rank, P))
-        hint = "of every rank's tokens own heads come; a head of a token is a row of c numbers"
+        hint = "from rank r come (own heads, tokens of r, c): heads by split(), tokens by held"
         mine = x[:, own]
-        with Unchanged(x=mine, held=held), Traffic() as traffic:
+        with unchanged(x=mine, held=held), Traffic() as traffic:
             found = tried(f"{told}: to_heads()", hint, lab.to_heads, mine, held, group)
         hints = {"they come rank by rank: put the tokens in order": x[heads][:, order]}
         close(f"{told}: to_heads()", found, x[heads], hints, hint)
         expect_one(f"{told}: to_heads()", traffic, mine.nbytes)
-        hint = "each rank gets its own tokens of these heads, heads in the order of the ranks"
+        hint = "x[:, held[r]] go to rank r, heads first; as many heads come as split() gives each"
         mine = x[heads]
-        with Unchanged(x=mine, held=held), Traffic() as traffic:
+        with unchanged(x=mine, held=held), Traffic() as traffic:
             found = tried(f"{told}: to_tokens()", hint, lab.to_tokens, mine, kv, held, group)
         close(f"{told}: to_tokens()", found, x[:, own], None, hint)
         expect_one(f"{told}: to_tokens()", traffic, mine.nbytes)
@@ -296,7 +267,7 @@ def check_ulysses(lab, world, seed):
 
 def check_bytes(lab, world, seed):
     for told, group, held, case in ring_cases(seed):
-        rank, P, own = group.rank(), group.size(), held[group.rank()]
+        rank, own = group.rank(), held[group.rank()]
         kv, g, _, d = case.q.shape
         leaves = case.q[:, :, own], case.k[:, own], case.v[:, own]
         leaves = [leaf.clone().requires_grad_() for leaf in leaves]
@@ -305,28 +276,18 @@ def check_bytes(lab, world, seed):
             with Traffic() as traffic:
                 way(*leaves, held, case.first, group).sum().backward()
             counted.append(traffic.bytes("send") + traffic.bytes("all_to_all"))
-        with Unchanged(held=held, first=case.first):
-            found = lab.message_bytes(held, case.first, rank, kv, g, d, 8)
-        pair = isinstance(found, tuple) and len(found) == 2
-        expect(pair, f"{told}: message_bytes() returns {found}", "(ring, Ulysses)")
-        row, going = 2 * kv * d * 8, sum(moved(case, held, rank, t) for t in range(1, P))
-        everyone = [None] * P  # of all ranks together: one alone may send nothing
-        dist.all_gather_object(everyone, (found[0], counted[0], going * row), group=group)
-        mine, right, forward = map(sum, zip(*everyone))
-        hints = {2 * (P - 1) * len(case.first) * row: "of a block only what travels"}
-        hints |= {forward: "in the backward the gradients go back, too"}
-        hints |= {right: "back goes what had come, and that is not what went on"}
-        problem = f"{told}: {found[0]} bytes of the ring, not {counted[0]}"
-        expect(found[0] == counted[0], problem, hints.get(mine, "k and v, of kv heads"))
-        start, end = split(kv, rank, P)
-        there, back = kv * len(own) * d * 8, (end - start) * len(case.first) * d * 8
-        hints = {counted[1] // 2: "the backward sends as much as the forward"}
-        hints |= {there * (g + 2) + back * g: "the backward goes both ways again"}
-        hints |= {there * (2 * g + 2): "the way back is of own heads of all tokens"}
-        hints |= {2 * (there * (g + 2) + back * (g + 2)): "back goes the output: g heads of d"}
-        problem = f"{told}: {found[1]} bytes of Ulysses, not {counted[1]}"
-        hint = "a row to the heads: g + 2 heads of d; back: g; the backward the other way round"
-        expect(found[1] == counted[1], problem, hints.get(found[1], hint))
+        for itemsize in 8, 2:
+            args = held, case.first, rank, kv, g, d, itemsize
+            with unchanged(held=held, first=case.first):
+                found = lab.message_bytes(*args)
+            pair = isinstance(found, tuple | list) and len(found) == 2
+            expect(pair, f"{told}: message_bytes() returns {found}", "(ring, Ulysses)")
+            for part, way in enumerate(("the ring", "Ulysses")):
+                right = counted[part] * itemsize // 8
+                if found[part] != right:
+                    hint = usual_hint(MISTAKES, finished.message_bytes, args, found[part], part)
+                    problem = f"{found[part]} bytes of {way}, not {right}"
+                    raise Wrong(f"{told}, {itemsize} bytes a number: {problem}", hint)
     return "1 to 4 ranks, four placements, a window: both as counted, to the byte"
 
 

@@ -1,13 +1,16 @@
 """Lab 15's checks: what rules and programs say of types has to hold on numbers of two ranks."""
 
+import inspect
 import itertools
 import math
 import random
-from functools import cache
+from functools import cache, partial
 
 import torch
 from checks import typed
+from checks.compare import tried
 from checks.typed import PROGRAMS, S, finished
+from checks.usual import usual_hint
 from harness import Wrong, expect
 
 LETTERS = "R", "I", "P", "V"
@@ -23,18 +26,50 @@ OPERANDS = {  # operations: the arguments that they are tried with, kind by kind
     "embedding": ("ids", "table"),
     "attention": ("heads", "keys", "values"),
 }
-RULES = ("linear", "norm", "softmax", "embedding", "attention")  # the exercise's
 KINDS = {"add": "add", "multiply": "multiply", "last": "norm", "none": "exp"}
+THROUGH = {"add": "all operands are P", "multiply": "one P, all others R", "none": "no P at all"}
+THROUGH["last"] = "P is the last operand, the others are R"
+MISTAKES = """
+== tp_block
+multiply(silu(linear(y, gate)), -> multiply(linear(y, gate),  # silu of gate y is left out
+(silu(linear(y, gate)), linear(y, up) -> (silu(linear(y, up)), linear(y, gate)  # silu of gate y
+multiply(silu(linear(y, gate)), -> (lambda *z: silu(multiply(*z)))(linear(y, gate),  # silu(gate y)
+norm(x, norm2) -> norm(x, norm1)  # the second norm is norm2
+norm(x, norm1) -> x  # norm(x, norm1) comes before attention
+norm(x, norm2) -> x  # norm(x, norm2) comes before the MLP
+x = add(x, move(y, "P", "I")) -> x = y  # attention is added to x
+return add(x, -> return multiply(exp(subtract(x, x)),  # the MLP is added to x
+norm, attention, o, added to x; norm, MLP, added to that: what you have is another layer
+== vocabulary_loss
+subtract(log(normalizer), own) -> subtract(own, log(normalizer))  # the target's logit is subtracted
+log(normalizer) -> normalizer  # the log of the sum
+mean(subtract -> (lambda x: total(total(x)))(subtract  # the mean, not the sum
+mean(subtract(log(normalizer), own)) -> subtract(log(normalizer), own)  # the mean over all tokens
+subtract(log(normalizer), own) -> log(normalizer)  # less the target's logit
+log(sum of exp(logits)) - the target's logit, and of that the mean
+== replicated_kv
+attention, then o, as the docstring has them
+== lora
+y = silu(add(linear(x, up), -> y = (add(silu(linear(x, up)),  # silu of the sum, not of up x alone
+y = silu(add( -> y = (add(  # silu of (up + b1 a1) x
+y = add(linear(y, down), -> y = (lambda x, y: x)(linear(y, down),  # + b2 a2 y
+(down + b2 a2) silu((up + b1 a1) x), and nothing else
+"""
 
 
 def called(function, *args):
     """What a function of the lab's returns; None where it raises TypeProblem."""
+    hint = "raise TypeProblem, with a message, where types do not fit"
     try:
-        return function(*args)
+        found = function(*args)
+    except NotImplementedError:  # an exercise not done
+        raise
     except Exception as problem:
         if type(problem).__name__ == "TypeProblem":
             return None
-        raise
+        raise Wrong(f"{type(problem).__name__}: {problem}", hint) from problem
+    expect(found is not None, "None is returned", hint)
+    return found
 
 
 @cache
@@ -61,7 +96,7 @@ def true_types(operation, types):
 
 def cases(operation):
     """Types of the operands: R, I, P and S(d); of ids, which have no gradient, R and S(d)."""
-    letters = {"ids": ["R"], "table": ["R", "P"]}
+    letters = dict.fromkeys(("ids", "table"), ["R", "P"])
     each = []
     for name in OPERANDS[operation]:
         dims = map(S, range(len(typed.SHAPES[name])))
@@ -84,7 +119,7 @@ def check_gradient(lab, group, seed):
     hints["P"] = "d(sum)/d(summand) is 1: every rank gets the sum's gradient, the same on each"
     for type, own in right.items():
         hint = hints.get(type, "each rank has the gradient of what it holds")
-        found = lab.gradient(type)
+        found = tried(f"gradient({type!r})", "of any d", lab.gradient, type)
         expect(found == own, f"the gradient of {type} is {found}, not {own}", hint)
     for pair in " ".join(lab.MOVES).split():
         src, dst = (f"S({i})" if letter == "S" else letter for i, letter in enumerate(pair))
@@ -119,19 +154,16 @@ def check_letters(lab, group, seed):
     for kind, operation in KINDS.items():
         for types in itertools.product("RIP", repeat=len(OPERANDS[operation])):
             found = called(lab.combine_letters, kind, list(types))
-            hints = {"I": "what is R beside it would give I a gradient that is a summand"}
-            hints |= {"P": "is f(a + b) = f(a) + f(b) in that operand?"}
-            hint = next((text for letter, text in hints.items() if letter in types), "")
+            hint = "I with I alone: with R beside it, its gradient would be a summand"
+            hint = hint if {"I"} < {*types} else THROUGH[kind] if "P" in types else "R is R, I is I"
             compare(f"{kind} of {', '.join(types)}", found, true_types(operation, types), hint)
             count += 1
-    for kind, *types in itertools.product(("add", "multiply"), "RPV", "RPV"):
-        if "V" in types:
-            found = called(lab.combine_letters, kind, types)
-            right = None if "P" in types else "V"
-            text = f"{kind} of {', '.join(types)}: {found}, not {right}"
-            expect(found == right, text, "V with R or V is V; of V nothing is known to be summed")
-    three = called(lab.combine_letters, "add", ["P", "P", "P"])
-    expect(three == "P", f"P + P + P is {three}", "all operands P")
+    for kind, two, n in itertools.product(KINDS, "RIPV", (1, 2)):
+        for types in itertools.product(two, *["RIPV"] * n):
+            found, right = (called(x.combine_letters, kind, [*types]) for x in (lab, finished))
+            what = f"{kind} of {', '.join(types)}: {found or 'refused'}, not {right or 'refused'}"
+            hint = "I with I alone is I; V with R or V is V, and nothing is known to be summed"
+            expect(found == right, what, hint if {"I", "V"} & {*types} else THROUGH[kind])
     return f"{count} combinations of R, I and P as on numbers of 2 ranks; V"
 
 
@@ -145,7 +177,8 @@ def check_shards(lab, group, seed):
             if any(type[0] == "S" for type in types):
                 found = called(lab.combine_shards, labels, out, whole, list(types))
                 what = f"{operation} of {', '.join(types)} ({equation})"
-                compare(what, found, true_types(operation, types), hint_of(labels, out, types))
+                hint = hint_of(labels, out, whole, types)
+                compare(what, found, true_types(operation, types), hint)
                 count += 1
     for types, right in ((["V", S(0)], "V"), ([S(1), "V"], "V")):
         found = called(lab.combine_shards, ["ab", "ab"], "ab", "", types)
@@ -153,7 +186,7 @@ def check_shards(lab, group, seed):
     return f"{count} combinations as on numbers of 2 ranks"
 
 
-def hint_of(labels, out, types):
+def hint_of(labels, out, whole, types):
     """What to think of, where a combination with shards is wrong."""
     names = [label[finished.sharded_dim(t)] for label, t in zip(labels, types) if t[0] == "S"]
     if len(set(names)) > 1:
@@ -162,42 +195,53 @@ def hint_of(labels, out, types):
         return "a shard has R beside it, or a shard"
     if any(t == "R" and names[0] in label for label, t in zip(labels, types)):
         return "the R operand has all of the sharded dimension: it has to be cut first"
-    return "out lacks the letter: a sum, of which each rank has a summand: P" * (
-        names[0] not in out
-    )
+    if names[0] in whole:
+        return f"the letter is in whole ({whole!r}): one number needs all others along it"
+    if names[0] in out:
+        return "R without the letter fits; the result is sharded where out has the letter"
+    return "out lacks the letter: a sum, of which each rank has a summand: P"
+
+
+def rule_hint(lab, operation):
+    """What is wrong with a rule: its kind, its equation or the letters in whole."""
+    parts = []
+    for kind, equation, whole in (x.rule(operation) for x in (lab, finished)):
+        letters = dict.fromkeys(filter(str.isalpha, equation))  # numbered as they come
+        known = str.maketrans({letter: str(i) for i, letter in enumerate(letters)})
+        parts.append((kind, equation.translate(known), sorted(whole.translate(known))))
+    hints = typed.RULE_HINTS.partition(f"\n{operation}: ")[2].partition("\n")[0].split("; ")
+    return next((hint for hint, *pair in zip(hints, *parts) if pair[0] != pair[1]), "")
 
 
 def check_rules(lab, group, seed):
     count = 0
-    for operation in RULES:
+    for operation in ("linear", "norm", "softmax", "embedding", "attention"):
         for types in cases(operation):
-            names = OPERANDS[operation]
-            operands = [
-                lab.Typed(typed.SHAPES[name], {"tp": type}) for name, type in zip(names, types)
-            ]
+            shapes = [typed.SHAPES[name] for name in OPERANDS[operation]]
+            operands = [lab.Typed(shape, {"tp": type}) for shape, type in zip(shapes, types)]
             made = called(lab.operate, operation, *operands)
             found = made and made.types["tp"]
-            hint = {"linear": "weight is (o, i): x's last dimension is its second"}
-            hint |= {"norm": "h is needed as a whole; linear in the weight alone"}
-            hint |= {"softmax": "v is needed as a whole"}
-            hint |= {"embedding": "a sum over v, linear in the table alone"}
-            hint |= {"attention": "t of k and v is another letter than s of q, and v's e than d"}
-            right = true_types(operation, types)
-            compare(f"{operation} of {', '.join(types)}", found, right, hint[operation])
+            right, hint = true_types(operation, types), rule_hint(lab, operation)
+            compare(f"{operation} of {', '.join(types)}", found, right, hint)
             shape = {"attention": (2, 4, 4, 2), "linear": (2, 4, 16)}.get(operation, (2, 4, 8))
-            expect(made is None or made.shape == shape, f"{operation}: {made and made.shape}")
+            what = f"{operation}: {made and made.shape}"
+            expect(made is None or made.shape == shape, what, hint)
             count += 1
+    shapes = (2, 4, 8, 3), (2, 6, 8, 3), (2, 6, 8, 5)
+    made = called(lab.operate, "attention", *(lab.Typed(shape, {"tp": "R"}) for shape in shapes))
+    found = f"attention of q, k and v of shapes {shapes}: {made and made.shape}"
+    expect(made and made.shape == (2, 4, 8, 5), found, rule_hint(lab, "attention"))
     return f"{count} combinations as on numbers of 2 ranks"
 
 
 def check_reshape(lab, group, seed):
     drawn, refused = random.Random(seed), 0
     fixed = [((2, 4, 8), (2, 4, 4, 2), 2), ((2, 4, 4, 2), (2, 4, 8), 3), ((2, 8), (16,), 1)]
+    fixed += [((4, 6), (1, 4, 6), 0), ((4, 6), (4, 1, 6), 1), ((1, 4, 6), (4, 6), 1)]
     for i in range(100):
         old, new = ([2 ** drawn.randint(1, 2) for _ in range(3)] for _ in "ab")
         new[-1] = math.prod(old) // math.prod(new[:-1]) or 1
-        shapes = (tuple(old), tuple(new), drawn.randrange(3)) if i >= 3 else fixed[i]
-        old, new, dim = shapes
+        old, new, dim = (tuple(old), tuple(new), drawn.randrange(3)) if i >= 6 else fixed[i]
         if math.prod(old) != math.prod(new):
             continue
         full = torch.arange(math.prod(old)).view(old)
@@ -209,13 +253,19 @@ def check_reshape(lab, group, seed):
                 if torch.equal(torch.cat(parts, e), full.view(new)):
                     right.append(S(e))
         asked = (*new[:-1], -1) if i % 2 else new
-        x = lab.Typed(old, {"tp": S(dim), "dp": "P"})
+        axes = ("tp", "dp")[:: 1 - i % 2 * 2]
+        x = lab.Typed(old, {axes[0]: S(dim), axes[1]: "P"})
         made = called(lab.reshape, x, asked)
+        found = made and made.types[axes[0]]
         hint = "the dimensions before d, and those before e, have the same product"
-        compare(f"{old}, {S(dim)}, reshaped to {asked}", made and made.types["tp"], right, hint)
+        hint = hint if right else "no dimension begins where d did: TypeProblem"
+        hint = "one number cannot be cut: the next dimension that fits" if 1 in new else hint
+        compare(f"{old}, {S(dim)}, reshaped to {asked}", found, right, hint)
+        expect(x.types[axes[0]] == S(dim), "the argument x has other types now", "dict(x.types)")
         refused += made is None
         if made is not None:
-            expect(made.types["dp"] == "P" and made.shape == tuple(new), f"{made}", "letters stay")
+            fine = made.types[axes[1]] == "P" and made.shape == tuple(new)
+            expect(fine, f"{made}", "letters stay, on every axis")
     return f"100 reshapes as on numbers, {refused} of them refused"
 
 
@@ -227,30 +277,39 @@ def check_mend(lab, group, seed):
         for how, edits in typed.mutants(lab, program, types):
             if how not in ("dropped", "doubled"):
                 continue
-            broken = typed.mutated(lab, program, edits)
-            problem = lab.check(broken, types, returns)
-            found = lab.mend(broken, types, returns, problem)
             what = f"{name} with a move {how} ({edits})"
-            expect(found is not None, f"{what}: mend() finds nothing", "see the three kinds")
-            accepted = lab.check(broken, types, returns, dict([found])) is None
-            expect(accepted, f"{what}: {found} mends nothing", "check() all of the program")
-            off = typed.wrong_on_numbers(lab, broken, types, returns, right, seed, dict([found]))
+            both = [typed.mutated(x, getattr(x, name), edits) for x in (lab, finished)]
+            found = expect_mended(what, lab, both, types, returns)
+            off = typed.wrong_on_numbers(lab, both[0], types, returns, right, seed, dict([found]))
             expect(not off, f"{what}: with {found} {off}")
-            first = finished.mend(broken_in(name, edits), types, returns, again(name, edits))
-            hint = "another comes first: the kinds, operands and targets have an order"
-            expect(found == first, f"{what}: {found}", hint)
             count += 1
-    return f"{count} of {count} programs mended, and right on numbers"
+    for what, made, k, v in SMALL:
+        types = {"k": {"tp": k}, "v": {"tp": v}, "norm1": {"tp": "I"}}
+        expect_mended(what, lab, [partial(made, x) for x in (lab, finished)], types, {"tp": "I"})
+    return f"{count} of {count} programs mended, and right on numbers; 3 small ones"
 
 
-def broken_in(name, edits):
-    """The finished lab's program with edits."""
-    return typed.mutated(finished, getattr(finished, name), edits)
+SMALL = (  # what, program (of a module's operations), types of k and v
+    ("an unused exp(k)", lambda x, k, v, norm1: (x.exp(k), norm1)[1], "P", "R"),
+    ("an unused k + v", lambda x, k, v, norm1: (x.add(k, v), norm1)[1], "I", "P"),
+    ("a result k", lambda x, k, v, norm1: k, "V", "R"),
+)
 
 
-def again(name, edits):
-    """What the finished lab finds wrong with it."""
-    return finished.check(broken_in(name, edits), *PROGRAMS[name])
+def expect_mended(what, lab, programs, *how):
+    """Raise Wrong unless mend() mends the lab's program as the finished one its own; the edit."""
+    problem, other = (x.check(program, *how) for x, program in zip((lab, finished), programs))
+    right = finished.mend(programs[1], *how, other)
+    hint = "an edit: (number of a call, (operand or None, src, dst, axis))"
+    found = tried(f"{what}: mend()", hint, lab.mend, programs[0], *how, problem)
+    hint = "all three kinds, of each operand and axis, each dst: R, I, S(d) for every d, P"
+    expect(found is not None or right is None, f"{what}: mend() finds nothing", hint)
+    accepted = found == right or lab.check(programs[0], *how, dict([found])) is None
+    hint = "check() all of the program; None where no edit will do"
+    expect(accepted, f"{what}: {found} mends nothing", hint)
+    hint = "another comes first: a move left out, then other moves before, then moves in front;"
+    expect(found == right, f"{what}: {found}", f"{hint} operands in order; dst R, I, S(0), .., P")
+    return found
 
 
 HINTS = {
@@ -262,23 +321,40 @@ HINTS = {
 }
 
 
+def layer_hint(lab, name, seed):
+    """Which usual mistake gives the result that a program of the lab gives on one device."""
+    types, returns = PROGRAMS[name]
+    function = getattr(finished, name.replace("sp_", "tp_"))  # on one device they are the same
+    mine, _ = typed.one_device(lab, getattr(lab, name), types, returns, seed)
+    full = typed.drawn(types, seed)
+    args = [typed.Ranks([full[argument]]) for argument in inspect.signature(function).parameters]
+    with typed.inside(finished, typed.on_numbers(dict.fromkeys(returns, 1))):
+        return usual_hint(MISTAKES, function, args, mine, 0)
+
+
 def check_program(name):
     """The check of a program: accepted, right on numbers, and sends no more than it has to."""
 
     def check(lab, group, seed):
         types, returns = PROGRAMS[name]
         program = getattr(lab, name)
-        problem = lab.check(program, types, returns)
+        hint = "move(x, src, dst, axis): on the axes kv and rep, if there are two"
+        problem = tried(name, hint, lab.check, program, types, returns)
         if problem is not None:
             edit = lab.mend(program, types, returns, problem)
             hint = HINTS[name] + (f"; {edit} would mend it (see mend())" if edit else "")
+            hint = f"{hint}; sizes: see the shapes" if str(problem).startswith("sizes") else hint
             raise Wrong(f"line {problem.line}, {problem.operation}: {problem}", hint)
         right = typed.one_device(finished, getattr(finished, name), types, returns, seed)
         off = typed.wrong_on_numbers(lab, program, types, returns, right, seed)
-        expect(not off, f"types fit, and {off}", "another layer than the docstring's")
+        expect(not off, f"types fit, and {off}", off and layer_hint(lab, name, seed))
         sent, least = (typed.message_numbers(x, getattr(x, name), types) for x in (lab, finished))
         hint = "it sends more than it has to: one f for what is used several times; move the small"
+        hint += "; an all-reduce counts twice: it is a reduce-scatter and an all-gather"
         expect(sent <= least, f"{sent} numbers in messages, {least} would do", hint)
+        mine, least = (typed.norms(x, getattr(x, name), types) for x in (lab, finished))
+        hint = "a rank norms its own tokens, and gathers behind that"
+        expect(mine == least, f"norms of what is {mine}, not {least}", hint)
         return f"accepted; result and gradients as on one device; {sent} numbers in messages"
 
     return check

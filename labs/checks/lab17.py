@@ -25,7 +25,6 @@ from checks.muon import (
     expect_work,
     finished,
     heads_of,
-    iterated,
     linears,
     matrix_case,
     right_bytes,
@@ -34,35 +33,76 @@ from checks.muon import (
     tiny,
     torchs,
 )
-from harness import Traffic, expect
+from checks.usual import close_or_usual, usual_hint
+from harness import Traffic, Wrong, expect
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 SUBGROUP = True
 DOUBLE = torch.float64
+MISTAKES = """
+== newton_schulz
+(ITERATIONS) -> (ITERATIONS - 1)  # ITERATIONS of them
+(ITERATIONS) -> (ITERATIONS + 1)  # ITERATIONS of them, no more
+x.norm() -> torch.linalg.matrix_norm(x, 2)  # |matrix| is the root of the sum of squares
+x.norm() -> x.abs().max()  # (a + b A + c A A) X, of X divided by |matrix|: else it grows for ever
+x.norm() -> x.square().sum()  # |matrix| is the root of the sum of squares
+x.norm().clamp(min=TINY) -> (x.norm() + TINY)  # max(|matrix|, TINY), not their sum
+x.mT if tall else x) -> x)  # transpose it back
+matrix.mT if tall else matrix -> matrix  # of more rows than columns: transposed before and after
+X = a X + (b A + c A A) X, ITERATIONS times, of X X^T = A; the factor is orthogonalize()'s
+== orthogonalize
+max(1, cut[0].shape[0] / -> max(1, update.shape[0] /  # the root of (rows / n), of a block's rows
+ ** 0.5 ->  # the root of (rows / n)
+factor * newton ->  newton  # times the root of (rows / n), where that is more than 1
+max(1, cut[0].shape[0] / cut[0].shape[1]) -> (cut[0].shape[0] / cut[0].shape[1])  # at least 1
+cut[0].shape[0] / cut[0].shape[1] -> cut[0].shape[1] / cut[0].shape[0]  # rows over columns
+/ cut[0].shape[1] -> / cut[0].shape[1], cut[0].shape[1] / cut[0].shape[0]  # rows over columns
+chunk(blocks) -> chunk(1)  # each block for itself
+chunk(blocks) -> split(blocks)  # `blocks` blocks of m / blocks rows
+torch.cat( -> torch.stack(  # (m, n): the blocks one below the other
+consecutive rows are a block, which is a matrix of its own: its factor times newton_schulz() of it
+== flops
+sum(products) -> sum(products) / 2  # a product of (i, j) and (j, k) has 2 i j k
+sorted([shape[0] // blocks, shape[1]]) -> [shape[0] // blocks, shape[1]]  # A is of the shorter side
+sorted([shape[0] // blocks, shape[1]]) -> sorted(shape)  # of each block, and the blocks' sum
+blocks * ITERATIONS -> ITERATIONS  # of all blocks together
+blocks * ITERATIONS -> blocks  # in each of ITERATIONS
+ 2 * short**3, ->  # A A is a product, too
+short, long = -> long, short =  # A has as many rows as the shorter side
+X X^T, A A, and that times X, of each block: A has as many rows as the block's shorter side
+== owners
+, reverse=True ->  # the most expensive first, not the cheapest
+key=costs.__getitem__, reverse=True -> key=int  # the most expensive first
+key=costs.__getitem__, -> key=lambda i: (costs[i], i),  # of equals the lower number first
+min(range(world), -> min(reversed(range(world)),  # of equal ranks the lower number
+load[owner[i]] += costs[i] -> load[owner[i]] += 1  # the least cost so far, not the fewest matrices
+to the rank whose matrices cost least so far; the list has the owner of matrix 0, 1, ...
+== message_bytes
+max(matrix.sizes) -> matrix.sizes[rank]  # padded: every part counts as the largest
+max(matrix.sizes) -> sum(matrix.sizes) / len(matrix.sizes)  # padded: each counts as the largest
+padded += largest * len(matrix.sizes) -> padded += largest  # all that comes, of P ranks
+in_and_out += matrix.shape[0] * matrix.shape[1] * width -> pass  # back go whole matrices, its own
+matrix.owner == rank -> False  # at the owner P parts, elsewhere one
+largest * len(matrix.sizes) -> largest * (len(matrix.sizes) - 1)  # also what stays on the rank
+in_and_out += matrix.own.numel() * width -> pass  # there go its parts of all
+in_and_out += matrix.own.numel() * width -> in_and_out += largest  # nothing is padded
+": in_and_out} -> ": 2 * in_and_out}  # there its parts of all, back all of its own
+matrix.shape[1 - matrix.dim] * -> matrix.shape[1] *  # of columns (dim 1) the other side is rows
+* width -> * 4  # a number has `width` bytes
+there: its parts of all; back: whole own matrices; padded: each part as the largest, P at the owner
+"""
 
 
 def check_newton_schulz(lab, group, seed):
-    a, b, c = finished.COEFFICIENTS
     for i, (m, n) in enumerate(((5, 5), (3, 8), (8, 3), (1, 4), (4, 1), (6, 7))):
         matrix = drawn(seed + i, n, m).mT if i % 2 else drawn(seed + i, m, n)
         what, before = f"newton_schulz() of ({m}, {n})", matrix.clone()
         with FlopCounterMode(display=False) as counter:
             found = tried(what, "A is square, of X's rows", lab.newton_schulz, matrix, DOUBLE)
         expect_same("the matrix", [matrix], [before])
-        factor = max(1, m / n) ** 0.5
-        hints = {"ITERATIONS of them": iterated(matrix, 4, (a, b, c))}
-        hints["ITERATIONS of them, no more"] = iterated(matrix, 6, (a, b, c))
-        spectral = iterated(matrix, 5, (a, b, c), lambda x: torch.linalg.matrix_norm(x, 2))
-        hints["|matrix| is the root of the sum of squares"] = spectral
-        plus = iterated(matrix, 5, (a, b, c), lambda x: torch.linalg.matrix_norm(x) + finished.TINY)
-        hints["max(|matrix|, TINY), not their sum"] = plus
-        hints["the factor is orthogonalize()'s"] = torchs(matrix)
-        hints["transpose it back"] = torchs(matrix).mT / factor
-        hint = "ITERATIONS times (a + b A + c A A) X, in dtype"
-        if isinstance(found, torch.Tensor) and not found.isfinite().all():
-            hint = "(a + b A + c A A) X, of X divided by |matrix|: else it grows without end"
-        close(what, found, torchs(matrix) / factor, hints, hint, EXACT)
+        right, usual = torchs(matrix) / max(1, m / n) ** 0.5, (MISTAKES, finished.newton_schulz)
+        close_or_usual(what, found, right, *usual, (matrix, DOUBLE), tolerance=EXACT)
         most, counted = right_flops((m, n), 1), counter.get_total_flops()
         seen = f"{what}: {counted} operations, {most} will do"
         hint = "more rows than columns: transposed, A is smaller; and X is multiplied once a round"
@@ -88,21 +128,15 @@ def check_blocks(lab, group, seed):
     for i, (m, n, blocks) in enumerate(((5, 7, 1), (7, 3, 1), (12, 5, 3), (12, 2, 4), (6, 6, 6))):
         update, what = drawn(seed + i, m, n), f"orthogonalize() of ({m}, {n}) in {blocks} blocks"
         before = update.clone()
-        found = tried(
-            what, "blocks of rows: update.chunk()", lab.orthogonalize, update, blocks, DOUBLE
-        )
+        args, hint = (update, blocks, DOUBLE), "blocks of rows: update.chunk()"
+        found = tried(what, hint, lab.orthogonalize, *args)
         expect_same("the update", [update], [before])
-        right, factor = torchs(update, blocks), max(1, m / blocks / n) ** 0.5
-        hints = {"the root of (rows / n), of a block's rows": right / factor * max(1, m / n) ** 0.5}
-        hints["the root of (rows / n)"] = right * factor
-        hints["times the root of (rows / n), where that is more than 1"] = right / factor
-        hints["also where it is less than 1"] = right / factor * (m / blocks / n) ** 0.5
-        hints["each block for itself"] = torchs(update)
-        columns = update.view(m // blocks, blocks, n).transpose(0, 1).reshape(m, n)
-        columns = torchs(columns, blocks).view(blocks, -1, n).transpose(0, 1).reshape(m, n)
-        hints["a block is consecutive rows"] = columns
-        swapped = {text: x for text, x in hints.items() if not torch.equal(x, right)}
-        close(what, found, right, swapped, tolerance=EXACT)
+        usual = MISTAKES, finished.orthogonalize, args
+        close_or_usual(what, found, torchs(update, blocks), *usual, tolerance=EXACT)
+        with Products() as products:
+            lab.orthogonalize(update.float(), blocks, torch.bfloat16)
+        found = f"{what} in bfloat16 multiplies {products.dtypes}"
+        expect(products.dtypes == {torch.bfloat16}, found, "pass dtype on")
     return "1 to 6 blocks, tall and wide: as torch.optim.Muon of each block"
 
 
@@ -139,42 +173,26 @@ def check_flops(lab, group, seed):
             with FlopCounterMode(display=False) as counter:
                 finished.orthogonalize(drawn(seed, m, n), blocks, DOUBLE)
             right, found = counter.get_total_flops(), lab.flops((m, n), blocks)
-            hints = {right / 2: "a product of (i, j) and (j, k) has 2 i j k"}
-            hints[right_flops((m, n), 1)] = "of each block, and the blocks' sum"
-            hints[right / blocks] = "of all blocks together"
-            hints[right / finished.ITERATIONS] = "in each of ITERATIONS"
-            low, high = sorted((m // blocks, n))
-            wrong = 4 * high * high * low + 2 * high**3
-            hints[blocks * finished.ITERATIONS * wrong] = "A has as many rows as the shorter side"
-            hints[blocks * finished.ITERATIONS * 4 * low * low * high] = "A A is a product, too"
-            hints.pop(right, None)
-            what = f"flops(({m}, {n}), {blocks}) is {found}, not {right}"
-            expect(found == right, what, hints.get(found, "X X^T, A A, and that times X"))
+            if found != right:
+                hint = usual_hint(MISTAKES, finished.flops, ((m, n), blocks), found)
+                raise Wrong(f"flops(({m}, {n}), {blocks}) is {found}, not {right}", hint)
     return "16 shapes, 1 to 8 blocks: as counted"
 
 
 def check_owners(lab, group, seed):
     chosen = random.Random(seed)
     drawn_costs = [[chosen.randint(1, 60) for _ in range(chosen.randint(1, 30))] for _ in range(9)]
-    for costs in [[1, 9, 1, 1], [3] * 7, [5], *drawn_costs]:
-        for world in 1, 2, 3, 5:
+    for costs in [*drawn_costs, [1, 9, 1, 1], [3] * 7, [5]]:
+        for world in 3, 2, 5, 1:
             given, right = list(costs), dealt(costs, world)
             what = f"owners({costs}, {world})"
             found = tried(what, "a list of ranks", lab.owners, given, world)
-            expect(
-                given == costs, "the caller's costs are changed", "no sort() of theirs, no pop()"
-            )
+            same = given == costs
+            expect(same, "the caller's costs are changed", "no sort() of theirs, no pop()")
             expect(isinstance(found, list | tuple), f"{what} is {found}", "a list of ranks")
-            turns = [i % world for i in range(len(costs))]
-            hints = {tuple(turns): "to the rank with the least so far, not in turn"}
-            for order, text in (
-                ("in order", "the most expensive first"),
-                ("least", "the most expensive first, not the cheapest"),
-                ("last", "of equals the lower number first"),
-            ):
-                hints.setdefault(tuple(dealt(costs, world, order)), text)
-            hint = hints.get(tuple(found), "to the rank whose matrices cost least so far")
-            expect([*found] == right, f"{what} is {[*found]}, not {right}", hint)
+            if [*found] != right:
+                hint = usual_hint(MISTAKES, finished.owners, (costs, world), [*found])
+                raise Wrong(f"{what} is {[*found]}, not {right}", hint)
     return "1 to 30 matrices on 1 to 5 ranks: the most expensive first, to whom has least"
 
 
@@ -219,7 +237,10 @@ def check_way(lab, group, seed, way, hint):
                 hints["not orthogonalized"] = given[i]
                 hints["in its blocks"] = torchs(whole).split(matrix.sizes, dim)[rank]
             hints = {text: x for text, x in hints.items() if not torch.equal(x, wanted)}
-            other = "joined rank by rank along dim, of rank r part_shape(r), without padding"
+            hints["by orthogonalize(), with its factor"] = (
+                wanted / max(1, shape[0] / shape[1]) ** 0.5
+            )
+            other = "joined rank by rank along dim, without padding; back in the order of matrices"
             worst = max(worst, close(told, mine, wanted, hints, other, EXACT))
         expect_freed(what, found, matrices)
         expect_work(what, way, counter.get_total_flops(), matrices, rank)
@@ -248,7 +269,7 @@ def check_at_once(lab, group, seed):
 
 
 def check_bytes(lab, group, seed):
-    for world in 1, 2, 3, 4:
+    for world in 3, 4, 2, 1:
         for rank in range(world):
             matrices, _ = matrix_case(lab, rank, world, seed)
             for way in COLLECTIVES:
@@ -258,25 +279,10 @@ def check_bytes(lab, group, seed):
                     what = f"{way}, rank {rank} of {world}, {width} bytes a number"
                     same = isinstance(found, dict) and found.keys() == right.keys()
                     expect(same, f"{what}: {found}", f"a dict of {', '.join(right)}")
-                    hint = bytes_hint(way, found, matrices, rank, world, width)
-                    expect(found == right, f"{what}: {found}, not {right}", hint)
+                    if found != right:
+                        call = MISTAKES, finished.message_bytes, (matrices, rank, way, width)
+                        raise Wrong(f"{what}: {found}, not {right}", usual_hint(*call, found))
     return "1 to 4 ranks, every rank and way; that is what was counted of the three ways"
-
-
-def bytes_hint(way, found, matrices, rank, world, width):
-    """What a wrong number of bytes comes of."""
-    own = width * sum(matrix.own.numel() for matrix in matrices)
-    every = width * sum(matrix.shape[0] * matrix.shape[1] for matrix in matrices)
-    if way == "at_once":
-        hints = {own: "back goes what it owns: whole matrices", 2 * own: "back go whole matrices"}
-        hints |= {every + own: "back go its own matrices alone"}
-        return hints.get(found["all_to_all"], "there: its parts of all; back: all of its matrices")
-    right = right_bytes(matrices, rank, "everywhere", width)["all_gather"]
-    mine = [*found.values()][0]
-    hints = {every: "padded: every part counts as the largest", own: "all that comes, of P ranks"}
-    hints |= {right // world: "all that comes, of P ranks"} if way == "everywhere" else {}
-    at_owner = "at the owner P parts, elsewhere one"
-    return hints.get(mine, at_owner if way == "by_owner" else "P times the largest part")
 
 
 # ---- A step --------------------------------------------------------------------------------------
@@ -297,6 +303,8 @@ def expect_update(lab, seed):
 
     how = {"decay": decay, "beta": beta, "dtype": torch.bfloat16}
     lab.step([matrix, other], way, "the group", lr, **how)
+    same = matrix.own.data_ptr() == kept
+    expect(same, "step(): own has other memory", "in place: the model's parameters share it")
     mean = beta * first + (1 - beta) * grad
     update = beta * mean + (1 - beta) * grad
     expect(len(asked) == 1, f"step() asks its way {len(asked)} times", "once, for all matrices")
@@ -315,10 +323,9 @@ def expect_update(lab, seed):
     hints = {"own first, times 1 - lr decay": whole - lr * 10 * update}
     hints["scaled before, not after"] = (whole - lr * 10 * update) * (1 - lr * decay)
     hints["times lr, too: 1 - lr decay"] = whole * (1 - decay) - lr * 10 * update
+    hints["the update is times lr"] = whole * (1 - lr * decay) - 10 * update
     hints["subtract it"] = whole * (1 - lr * decay) + lr * 10 * update
     close("step(): own", matrix.own.detach(), right, hints, tolerance=EXACT)
-    same = matrix.own.data_ptr() == kept
-    expect(same, "step(): own has other memory", "in place: the model's parameters share it")
 
 
 def check_step(lab, group, seed):

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 from blame import own_line
+from checks.compare import tried
 from checks.tools import noted_waits, subgroup
 from checks.watching import numbers, on_every_rank
 from harness import LABS, Wrong, expect, expect_close, load
@@ -104,6 +105,8 @@ def check_first_difference(lab, group, seed):
     never = late + 1, [said[late]] * 2 + [None]
     hint = "a record that is shorter: the rank never came to this call, None"
     expect_difference(lab, [full, full, full[:late]], never, "a rank that stopped", hint)
+    last = len(full), [said[-1]] * 2 + [None]
+    expect_difference(lab, [full, full, full[:-1]], last, "a rank that lacks the last call", hint)
     came = "an empty record: it never came to call 1"
     expect_difference(lab, [[], full, full], (1, [None] + [said[0]] * 2), "an empty record", came)
     expect_difference(lab, [[], [], []], None, "no rank has called anything", "None")
@@ -116,7 +119,7 @@ def check_first_difference(lab, group, seed):
 def expect_difference(lab, records, want, what, hint):
     """Raise Wrong unless first_difference gives what is wanted, and leaves the records alone."""
     before = copy.deepcopy(records)
-    mine = lab.first_difference(records)
+    mine = tried(what, hint, lab.first_difference, records)
     if isinstance(mine, (tuple, list)) and len(mine) == 2:
         mine = mine[0], list(mine[1])
     expect(mine == want, f"{what}: {mine}, not {want}", hint)
@@ -190,14 +193,16 @@ class Name(str):
 
 def check_two_orders(lab, group, seed):
     """Each rank has the tensors in an order of its own."""
-    rank, names = group.rank(), [f"{kind} {i}" for i in range(3) for kind in ("gradient", "mean")]
-    names = [Name(name) for name in names]
+    rank, kinds = group.rank(), ("gradient", "mean")
+    names = [Name(f"{kind} {i}") for i in range(3) for kind in kinds]
     values = dict(zip(names, numbers(seed, len(names), group.size(), 5)))
     order = names[seed % 3 :] + names[: seed % 3]
     order = order if rank == 0 else [*reversed(order)]
     tensors = {name: values[name][rank].clone() for name in order}
     hint = "the ranks' calls come in different orders: choose one that is the same on all ranks"
-    expect_no_hang(lab, "two_orders", (dict(tensors),), group, hint, len(names))
+    expect_no_hang(lab, "two_orders", (given := dict(tensors),), group, hint, len(names))
+    same = all(given.get(name) is tensor for name, tensor in tensors.items())
+    expect(same, "the dict has other values than its tensors", "in place: they are the caller's")
     for name, (one, other) in values.items():
         right, mine = one + other if name.startswith("gradient") else one, tensors[name]
         hints = {"statistics are rank 0's, not a sum": one + other, "a sum, not a mean": right / 2}

@@ -77,16 +77,6 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def iterated(matrix, count, coefficients, norm=torch.linalg.matrix_norm):
-    """Newton-Schulz as its formula says, with other iterations, coefficients or another norm."""
-    a, b, c = coefficients
-    x = matrix / norm(matrix)
-    for _ in range(count):
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x
-
-
 def tiny(family, seed, **changes):
     """Hugging Face's model with random weights, in float64, the same on every rank."""
     config, causal, more = FAMILIES[family]
@@ -279,12 +269,10 @@ def right_flops(shape, blocks):
     return blocks * finished.ITERATIONS * (4 * low * rows * columns + 2 * low * low * low)
 
 
-def dealt(costs, world, order="most"):
-    """owners()'s answer: a rank at a time; order: another one than the most expensive first."""
-    keys = {"most": lambda i: (-costs[i], i), "least": lambda i: (costs[i], i)}
-    keys |= {"last": lambda i: (-costs[i], -i), "in order": lambda i: i}
+def dealt(costs, world):
+    """owners()'s answer: a rank at a time."""
     rank_of, sums = {}, [0] * world
-    for i in sorted(range(len(costs)), key=keys[order]):
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         _, rank_of[i] = min((total, rank) for rank, total in enumerate(sums))
         sums[rank_of[i]] += costs[i]
     return [rank_of[i] for i in range(len(costs))]

@@ -11,7 +11,6 @@ from checks.documents import (
     END,
     IGNORE,
     VOCAB,
-    Unchanged,
     document_of,
     finished,
     first_of,
@@ -21,6 +20,7 @@ from checks.documents import (
     packings,
     placements,
     position_of,
+    unchanged,
 )
 from checks.experts import EXACT, Float64, gradients, members
 from harness import Traffic, Wrong, expect
@@ -112,13 +112,24 @@ def expect_sent(told, traffic, case, held, rank, forward):
     expect(sent == right, found, "in each step what travels() says, and no more")
 
 
-def watch(lab):
-    """Have pass_on, its wait and attend note themselves: a list of b(egun), a(ttend), w(aited)."""
-    events, pass_on, attend = [], lab.pass_on, lab.attend
+def watch(lab, toward, hint):
+    """Have pass_on, its wait and attend note themselves: a list of b(egun), a(ttend), w(aited).
+
+    And the lengths (sent, received) that pass_on is called with: raises Wrong unless each is the
+    next of those that the check has put into the second list; hint: what the lengths are.
+    """
+    events, lengths, pass_on, attend = [], [], lab.pass_on, lab.attend
 
     def noting_pass_on(x, length, by, group):
-        wait, moves = pass_on(x, length, by, group), x.shape[-2] + length > 0
+        expect(by == toward, f"pass_on() by {by}", f"this way it is by {toward}")
+        world = group is dist.group.WORLD
+        expect(not world, "pass_on() among all ranks of the job", "pass the group that is given")
+        moves = x.shape[-2] + length > 0
+        right, mine = lengths.pop(0) if moves and lengths else (0, 0), (x.shape[-2], length)
+        found = f"pass_on() sends {mine[0]} tokens for {mine[1]}, and {right[0]} go for {right[1]}"
+        expect(mine == right, found, hint)
         events.extend("b" * moves)
+        wait = pass_on(x, length, by, group)
 
         def noting_wait():
             events.extend("w" * moves)
@@ -131,7 +142,16 @@ def watch(lab):
         return attend(*args)
 
     lab.pass_on, lab.attend = noting_pass_on, noting_attend
-    return events
+    return events, lengths
+
+
+def lengths_of(case, held, rank, forward):
+    """[(tokens sent, received) of each exchange of the ring, where there are any]."""
+    P = len(held)
+    ranks = (rank, rank - 1) if forward else (rank - 1, rank)  # back goes what had come
+    steps = range(1, P) if forward else reversed(range(1, P))
+    pairs = [tuple(moved(case, held, r % P, step) for r in ranks) for step in steps]
+    return [pair for pair in pairs if any(pair)]
 
 
 def expect_overlap(told, events, case, held, rank, busy):
@@ -152,34 +172,37 @@ def expect_overlap(told, events, case, held, rank, busy):
 def expect_one(what, traffic, right):
     """Raise Wrong unless one all-to-all of so many bytes is all there was."""
     found = f"{what}: {traffic.ops}, and one all-to-all of {right} bytes would do"
-    expect(traffic.ops == {"all_to_all": [1, right]}, found)
+    expect(
+        traffic.ops == {"all_to_all": [1, right]}, found, "rows of c numbers, all in one message"
+    )
 
 
 def expect_loss(lab, told, labels, own, group, seed):
     """Raise Wrong unless mean_loss() of a rank's tokens is its summand, with its gradient."""
     logits, mine = drawn(seed, len(labels), VOCAB), labels[own]
     x = logits[own].requires_grad_()
-    with Unchanged(logits=x, labels=mine), Traffic() as traffic:
+    with unchanged(logits=x, labels=mine), Traffic() as traffic:
         found = lab.mean_loss(x, mine, group)
-    total = (labels != IGNORE).sum()
+    total, own_targets = (labels != IGNORE).sum(), (mine != IGNORE).sum()
+    calls = sum(count for count, _ in traffic.ops.values())
+    hint = "one number: how many targets there are; a rank that has none takes part, too"
+    one = calls == 1 and traffic.bytes("all_reduce") <= 8
+    expect(one, f"{told}: messages {traffic.ops or 'none'}", hint)
+    hint = "the number of targets has no gradient; the loss has"
+    expect(found.requires_grad, f"{told}: the summand has no gradient", hint)
     losses = F.cross_entropy(x, mine, reduction="sum")
     right = losses / total if total else 0 * x.sum()
-    own_targets = (mine != IGNORE).sum()
     hints = {"of all ranks' targets, not of this rank's: all-reduce their number": own_targets}
-    hints |= {
-        "a mean of the ranks' means weighs their tokens differently": own_targets * group.size()
-    }
-    hints |= {"targets, not tokens: a document's last token has none": len(labels)}
-    hints |= {"the mean: divide by the number of all ranks' targets": 1}
+    hints["a mean of the ranks' means weighs their tokens differently"] = own_targets * group.size()
+    hints["targets, not tokens: a document's last token has none"] = len(labels)
+    hints["the mean: divide by the number of all ranks' targets"] = 1
+    hints["the sum, once divided: reduction='sum'"] = own_targets * total
     hints = {text: (losses / n).detach() for text, n in hints.items() if n}
     hint = "a rank without a target has 0; where no rank has one, the sum is divided by 1"
+    hint = hint if not total or found.isnan() else "the sum over own targets / all ranks' targets"
     close(f"{told}: the summand", found.detach(), right.detach(), hints, hint)
-    hint = "the number of targets has no gradient; the loss has"
-    close(
-        f"{told}: the gradient", *(gradients(y, None, [x])[0] for y in (found, right)), None, hint
-    )
-    calls = sum(count for count, _ in traffic.ops.values())
-    expect(calls == 1 and traffic.bytes("all_reduce") <= 8, f"{told}: {traffic.ops}", "one number")
+    grads = (gradients(y, None, [x])[0] for y in (found, right))
+    close(f"{told}: the gradient", *grads, None, "that of the own summand, and of no other")
 
 
 # ---- Whole models --------------------------------------------------------------------------------

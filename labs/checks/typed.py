@@ -35,6 +35,14 @@ SIGNATURES = {  # name: (types of the arguments, of the result)
     "lora": (LORA, "I"),
 }
 
+RULE_HINTS = """
+linear: in x and in the weight, the other held fixed; weight is (o, i); i need not be whole
+norm: linear in the weight alone; x (b, s, h), weight (h); h is needed as a whole
+softmax: linear in nothing; as many numbers come out as go in; v is needed as a whole, nothing else
+embedding: linear in the table alone; a sum over v; v is summed over, and need not be whole
+attention: linear in v alone; k and v have t for q's s, v has e for d; all of s, t and d, not of e
+"""  # what is linear; letters; what is needed as a whole
+
 
 def on(type):
     """{axis: type}; a type alone is on the axis tp."""
@@ -370,11 +378,17 @@ def mutants(lab, program, types):
 
 
 def message_numbers(lab, program, types):
-    """The numbers in the messages of all of a program's collectives, forward and backward."""
+    """The numbers in a program's messages, forward and backward; twice those of an all-reduce."""
     total = 0
     for name, args in calls_of(lab, program, types):
         if name == "move" and args[1] != args[2]:
             x, src, dst, _ = args
             both = finished.sent(src, dst), finished.sent(*finished.backward(src, dst))
-            total += sum(op is not None for op in both) * torch.Size(x.shape).numel()
+            times = sum((op is not None) + (op == "all_reduce") for op in both)
+            total += times * torch.Size(x.shape).numel()
     return total
+
+
+def norms(lab, program, types):
+    """The types of what a program norms."""
+    return [args[0].types for name, args in calls_of(lab, program, types) if name == "norm"]
