@@ -19,7 +19,7 @@ from experiments.runs import half, judged, measured, read_runs, scored
 from harness import LABS, load, table
 
 lesson = load(LABS / "lab11_time.py")
-MODELS = lesson.MODELS | {  # and presets of the scripts, which have names with hyphens
+MODELS = lesson.MODELS | {  # and presets whose heads are hidden / heads wide: not qwen3-0.6b's
     "mistral-7b": lesson.Model(32, 4096, 32, 8, 14336, 32768, False),
     "qwen3-8b": lesson.Model(36, 4096, 32, 8, 12288, 151936, False),
     "smollm3-3b": lesson.Model(36, 2048, 16, 4, 11008, 128256, True),
