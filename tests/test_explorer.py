@@ -9,7 +9,6 @@ import re
 import shutil
 import sys
 from contextlib import contextmanager
-from itertools import product
 
 import pytest
 from conftest import python
@@ -453,30 +452,6 @@ def test_layouts_on_the_page_are_the_simulators(browser, maker):
                 words = tab.locator(".words").inner_text()
                 assert reason.search(words) and "undefined" not in words, words
                 assert tab.locator(".station.now").count() == 1
-                for tip in tab.locator("svg.picture [data-tip]").all() if step < 9 else []:
-                    head, holds, shape = tip.get_attribute("data-tip").split("\n")
-                    rank, name = head.removeprefix("rank ").split(": ")
-                    if known := run["steps"].get(name):
-                        assert shape.startswith(str(tuple(known["shapes"][int(rank)])))
-                        start, end = (known["slices"][int(rank)] + ":").split(":")[:2]
-                        cut = f"{known['holds']} {start} to {int(end or 0) - 1}"
-                        assert holds == (known["holds"] if start == "all" else cut)
-
-
-@pytest.mark.slow
-def test_collectives_on_the_page_are_lab_1s(browser, maker):
-    """Bytes as lab 1 counts them, seconds as it predicts them."""
-    from experiments.lab1 import COSTS
-
-    settings, n, us, gb = list(product(maker.OPERATIONS, range(2, 9))), 2**22, 50, 10
-    with opened(browser, "collectives&") as tab:
-        for op, P in random.Random(1).sample(settings, 12):
-            show(tab, "collectives", op=op, P=P, step=99, n=n, latency=us, bandwidth=gb)
-            steps, sent = COSTS[op.replace("_", " " if op.startswith("gather") else "-")](P, n)
-            found = figures(tab)
-            assert shows(found["wire bytes so far, a rank"], sent)
-            assert tab.locator(".player output").inner_text() == f"step {steps} of {steps}"
-            assert shows(found["in all"], steps * us * 1e-6 + sent / (gb * 1e9))
 
 
 # Memory, pipelines and time
