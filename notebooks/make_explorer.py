@@ -35,8 +35,8 @@ import sp_layout_sim  # noqa: E402
 
 PAGE, PARTS = HERE / "explorer.html", HERE / "explorer"
 DATA = re.compile(r'(?<=<script type="application/json" id="data">).*?(?=</script>)', re.DOTALL)
-SCRIPTS = ["shell.js", "ask.js", "layouts_words.js", "layouts.js", "memory.js", "pipelines.js"]
-SCRIPTS += ["collectives.js", "time.js", "bugs.js"]
+SCRIPTS = ["shell.js", "controls.js", "ask.js", "layouts_words.js", "layouts.js", "memory.js"]
+SCRIPTS += ["pipelines.js", "collectives.js", "time.js", "bugs.js"]
 
 
 # Layouts: sp_layout_sim.py's own run, watched

@@ -25,7 +25,7 @@ myst_heading_anchors = 4  # GitHub's names for headings, so that links work on b
 highlight_language = "text"  # of what names no language: commands, and what they print
 html_theme = "sphinx_book_theme"
 html_favicon = "icon.svg"
-html_theme_options = {"use_download_button": False, "footer_content_items": []}
+html_theme_options = {"use_download_button": False, "footer_content_items": [], "show_toc_level": 2}
 html_sidebars = {"**": ["navbar-logo", "search-button-field", "explorer.html", "sbt-sidebar-nav"]}
 templates_path = ["."]
 html_static_path = ["site.css", "site.js", "../notebooks/explorer.png"]
@@ -67,8 +67,9 @@ def front(root, readme):
     bugs = re.findall(r"^(?:BUGS = \[|@bug_of\()(.*)[])]$", text, re.M)
     bugs = sum(len(names.split(",")) for names in bugs)
     question = (root / "site/question.html").read_text()
-    scale = f"{len(labs)} labs, {exercises} exercises, {bugs} bugs to plant and to see caught."
-    block = f"```{{raw}} html\n{question}```\n\n{scale}"
+    scale = f"{len(labs)} labs, {exercises} exercises, {bugs} bugs to plant and to see caught"
+    readme = readme.replace("A laptop is enough:", f"\n{scale}. A laptop is enough:", 1)
+    block = f"```{{raw}} html\n{question}```"
     readme = re.sub("<!-- on GitHub -->.*?<!-- end -->", lambda _: block, readme, flags=re.S)
     clone = f"git clone {CODE}\ncd {CODE.split('/')[-1]}\n" if CODE else ""
     return readme.replace("```\nmake demo\n", f"```\n{clone}make demo\n", 1)

@@ -90,7 +90,9 @@ def test_where_it_is_published(site, tmp_path):
     committed = json.loads(NOTEBOOKS[0].read_text())["cells"]
     assert "git clone -q https://github.com/somebody/labs labs" in book.pop(1)["source"]
     assert book == committed
-    assert "git clone https://github.com/somebody/labs" in (site / "index.html").read_text()
+    front = (site / "index.html").read_text()
+    assert "git clone https://github.com/somebody/labs" in front
+    assert '<a class="explorer" href="https://github.com/somebody/labs">Code</a>' in front
     built = [*build(tmp_path / "_site", "").rglob("*.*")]
     texts = [file.read_text() for file in built if file.suffix == ".html"]
     assert not [text for text in texts if "/somebody/" in text or "git clone" in text]
@@ -140,24 +142,19 @@ def test_no_link_is_broken(site, pages):
     assert sum(len(page.links) for page in pages.values()) > 1000
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("script", ["tp.py", "sp_megatron.py", "sp_ulysses.py", "pp.py"])
-def test_scripts_are_shown_whole(site, pages, script):
-    """Each line beside its number, and an anchor for each section."""
-    text = html.unescape(re.sub("<[^>]+>", "", (site / as_page(script)).read_text()))
-    lines = enumerate((ROOT / script).read_text().splitlines(), 1)
-    assert [line for number, line in lines if line and f"{number}{line}\n" not in text] == []
-    assert "loss-and-step" in pages[as_page(script)].ids
+SOURCES = {f"{name}.html": f"cat {name}.py" for name in ("tp", "sp_megatron", "sp_ulysses", "pp")}
+SOURCES |= {"site/diff.html": "diff tp.py sp_megatron.py"}
 
 
 @pytest.mark.slow
-def test_diff_shows_every_difference(site):
-    shown = html.unescape(re.sub("<[^>]+>", "", (site / "site" / "diff.html").read_text()))
-    command = ["diff", "tp.py", "sp_megatron.py"]
-    diff = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
-    differing = re.findall(r"^[<>] (.*\S)", diff, re.M)
-    assert len(differing) > 100
-    assert [line for line in differing if line not in shown] == []
+@pytest.mark.parametrize("page", SOURCES)
+def test_sources_are_shown_whole(site, pages, page):
+    """Each line; of a script there is an anchor for each section."""
+    shown = html.unescape(re.sub("<[^>]+>", "", (site / page).read_text()))
+    text = subprocess.run(SOURCES[page].split(), cwd=ROOT, capture_output=True, text=True).stdout
+    lines = re.findall(r"^[<>] (.*\S)" if "diff" in page else r"^(.*\S)", text, re.M)
+    assert len(lines) > 100 and [line for line in lines if line not in shown] == []
+    assert "diff" in page or "loss-and-step" in pages[page].ids
 
 
 @pytest.mark.slow
@@ -219,9 +216,16 @@ def test_pages_in_a_browser(browser, address, pages):  # noqa: F811
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
-def test_menu_opens_by_click_and_by_key(browser, address, size):  # noqa: F811
+def test_front_page_and_menu(browser, address, size):  # noqa: F811
+    """What to run is seen, and a question whole; the menu opens by click and by key."""
     tab = browser.new_page(viewport=dict(zip(("width", "height"), SIZES[size])))
     tab.goto(address)
+    assert tab.locator(".bd-article code:has-text('make demo')").first.bounding_box()["y"] < 600
+    frame = tab.locator("iframe.question")
+    frame.scroll_into_view_if_needed()
+    last = frame.content_frame.locator(".after button").last.bounding_box()
+    assert last["y"] + last["height"] < frame.bounding_box()["y"] + frame.bounding_box()["height"]
+    tab.evaluate("scrollTo(0, 0)")
     button, page = tab.locator("button.primary-toggle"), tab.get_by_role("link", name="4. Ulysses")
     for act in (button.click, partial(button.press, "Enter")) * 2:
         there = page.is_visible()
@@ -252,12 +256,3 @@ def test_accessible(browser, address, pages, scheme, size):  # noqa: F811
                 serious += [(page, rule["id"], node["html"][:200]) for node in rule["nodes"]]
     tab.close()
     assert serious == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("word,page", [("reduce-scatter", "sp_megatron"), ("deadlock", "lab3b")])
-def test_search_finds(browser, address, word, page):  # noqa: F811
-    tab = browser.new_page()
-    tab.goto(f"{address}search.html?q={word}")
-    tab.locator(f"#search-results a[href*={page}]").first.wait_for(timeout=9000)
-    tab.close()

@@ -43,20 +43,37 @@ function askedBy(hash) {
 
 function ask(next) {
   [question, committed] = [next, false];
-  guess = !next ? null : { choice: null, marks: next.marks?.map(() => 0.5), ring: next.kind === "ring" ? ringStart(next) : null };
+  guess = !next ? null : { choice: null, marks: next.marks?.map(() => 0), ring: next.kind === "ring" ? ringStart(next) : null };
+}
+
+// What counts is the first guess
+function keep(right) {
+  if (!(question.id in answers)) answers[question.id] = right;
+  store();
+}
+
+function store() {
+  try {
+    localStorage.setItem(KEPT_ANSWERS, JSON.stringify(answers));
+  } catch {} // then it is kept as long as the page is
 }
 
 // right: whether the guess was; null: the answer was asked for
 function commit(right) {
   [committed, given] = [true, right !== null];
-  if (!(question.id in answers)) answers[question.id] = right === true;
-  try {
-    localStorage.setItem(KEPT_ANSWERS, JSON.stringify(answers));
-  } catch {} // then it is kept as long as the page is
+  keep(right === true);
   [, state] = parse(`#${question.see}`);
   draw();
-  write();
-  document.querySelector(".verdict")?.focus();
+  writeNow();
+  document.querySelector(".verdict, .because").focus();
+}
+
+// What an entry of the history holds of a question that was answered there, for a reload and the way back
+const answered = () => (committed ? { id: question.id, guess, given } : null);
+
+function restore(kept) {
+  const found = QUESTIONS.find(({ id }) => id === kept?.id);
+  if (found) [question, guess, given, committed] = [found, kept.guess, kept.given, true];
 }
 
 // What is yet to be written of the last state must not come after it
@@ -79,6 +96,7 @@ function explore() {
   ask(null);
   draw();
   write();
+  document.querySelector(".again button, .controls :is(select, input)").focus();
 }
 
 const button = (words, onclick, attributes) => html("button", { type: "button", onclick, ...attributes }, words);
@@ -99,7 +117,7 @@ function questionPanel() {
       html("a", { href: score(), target: "_top" }, tally())),
     html("h2", { id: "ask", tabindex: -1 }, question.ask),
     picture, body(),
-    committed ? html("p", { class: "because" }, question.because) : null,
+    committed ? html("p", { class: "because", tabindex: -1 }, question.because) : null,
     html("div", { class: "after" },
       committed ? button("Next question", goOn, { class: "main" }) : button("Show the answer", () => commit(null)),
       committed ? button("Close the question", explore) : button("Go to the view without a guess", explore),
@@ -163,7 +181,8 @@ function marksPanel() {
   const hits = question.marks.filter(([, value], i) => within(valueAt(guess.marks[i]), value)).length;
   const all = hits === rows.length;
   const told = `${hits} of ${rows.length} within a factor of 2.`;
-  return [rows, committed ? (given ? verdict(all, told) : null) : button("These are my guesses", () => commit(all), { class: "main" })];
+  const locked = guess.marks.every((place) => place === 0); // nothing is guessed yet
+  return [rows, committed ? (given ? verdict(all, told) : null) : button("These are my guesses", () => (locked ? null : commit(all)), { class: "main", "aria-disabled": locked ? "true" : null })];
 }
 
 // A ring: what rank 0 sends to rank 1 all others send to their next one, each of its own chunks
@@ -178,23 +197,38 @@ function ringDone({ held }, { op, P }) {
   return held.every((chunks) => (op === "all_gather" ? chunks.size === P : [...chunks.values()].includes(full)));
 }
 
-// All ranks send at the same time. A sum to which the same addend would come twice is left alone
+// What the ranks hold once all have sent at the same time, or null if it is no more than before. A sum to
+// which the same addend would come twice is left alone
+function ringAfter(held, chunk, P) {
+  const after = held.map((chunks) => new Map(chunks));
+  let news = false;
+  held.forEach((chunks, rank) => {
+    const [which, to] = [(chunk + rank) % P, (rank + 1) % P];
+    const [coming, there] = [chunks.get(which), held[to].get(which) ?? 0];
+    if (coming & there) return;
+    after[to].set(which, coming | there);
+    news = true;
+  });
+  return news ? after : null;
+}
+
 function ringSend(chunk) {
   const { held, sent } = guess.ring;
   const { P, op } = question;
-  const before = held.map((chunks) => new Map(chunks));
-  let news = 0;
-  before.forEach((chunks, rank) => {
-    const [which, to] = [(chunk + rank) % P, (rank + 1) % P];
-    const [coming, there] = [chunks.get(which), before[to].get(which) ?? 0];
-    if (coming & there) return;
-    held[to].set(which, coming | there);
-    news += 1;
-  });
+  const news = ringAfter(held, chunk, P);
+  guess.ring.held = news ?? held;
   sent.push(chunk);
   guess.ring.told = news ? "" : op === "all_gather" ? "The next rank had that chunk: a step for nothing." : "That sum has the next rank's own addend already: a step for nothing.";
   if (ringDone(guess.ring, question)) commit(sent.length <= question.steps);
   else draw();
+}
+
+// From the start again: the first guess was wrong then
+function ringAgain() {
+  keep(false);
+  guess.ring = ringStart(question);
+  draw();
+  document.querySelector(".question .chips button").focus();
 }
 
 function ringPanel() {
@@ -217,9 +251,10 @@ function ringPanel() {
       const has = held[0].has(chunk);
       const words = `chunk ${letter(chunk)}${has ? "" : ", which rank 0 does not have"}`;
       return button(letter(chunk), () => (has ? ringSend(chunk) : null), { "aria-label": words, title: words, "aria-disabled": has ? null : "true" });
-    }));
+    }), sent.length ? button("Again from the start", ringAgain) : null);
+  const stuck = !committed && [...held[0].keys()].every((chunk) => !ringAfter(held, chunk, P));
   const best = `Lab 1's ${plain(op)} takes ${steps} steps, ${bytes((steps * message) / P)}.`;
-  return [board, html("p", { role: "status" }, `${wire}. ${told}`), picks, end ? verdict(sent.length <= steps, best) : committed ? html("p", {}, best) : null];
+  return [board, html("p", { role: "status" }, `${wire}. ${stuck ? "No send helps any more: each sum has some addend of the next rank's." : told}`), picks, end ? verdict(sent.length <= steps, best) : committed ? html("p", {}, best) : null];
 }
 
 // The score, as a link: #score&right=m1.m2&wrong=c1
@@ -245,6 +280,8 @@ function scorePanel() {
     return html("tr", {}, html("th", { scope: "row" }, title), html("td", {}, `${own.filter((one) => right.includes(one.id)).length} of ${own.length}`), html("td", { class: "dots" }, marks));
   });
   const got = QUESTIONS.filter((one) => right.includes(one.id)).length;
+  const own = location.hash === score();
+  const open = QUESTIONS.some((one) => !(one.id in answers));
   const copy = (event) => {
     const field = document.querySelector(".share");
     field.select();
@@ -252,11 +289,20 @@ function scorePanel() {
     event.target.textContent = "Copied";
   };
   return html("section", { class: "question", "data-key": "score" },
-    html("h2", { id: "ask", tabindex: -1 }, `Predicted, then revealed: ${got} of ${QUESTIONS.length} right`),
+    html("h2", { id: "ask", tabindex: -1 }, `${own ? "Predicted, then revealed" : "Somebody's score, from a link"}: ${got} of ${QUESTIONS.length} right`),
+    html("p", {}, own ? "" : ["Not what was answered in this browser: ", html("a", { href: score() }, "your own score"), ". "], "First guesses count, and so does an answer that was shown, as not right."),
     html("table", {}, rows),
-    html("label", { class: "control" }, "This score as a link", html("input", { class: "share", readonly: true, value: location.href })),
+    html("label", { class: "control" }, own ? "Your score as a link" : "That score as a link", html("input", { class: "share", readonly: true, value: location.href })),
     html("div", { class: "after" }, button("Copy the link", copy),
-      button(got + wrong.filter(Boolean).length < QUESTIONS.length ? "Go on" : "To the views", goToOpen, { class: "main" })));
+      button(open ? "To the next question" : "To the views", goToOpen, { class: "main" }),
+      Object.keys(answers).length ? button("Forget my answers", forget) : null));
+}
+
+function forget() {
+  if (!confirm("Forget all your answers, and begin anew?")) return;
+  for (const kept of [answers, free]) Object.keys(kept).forEach((key) => delete kept[key]);
+  store();
+  leaveFor(score());
 }
 
 function goToOpen() {

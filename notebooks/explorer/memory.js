@@ -104,6 +104,10 @@ function peaksOf(setting, length) {
 const higher = (a, b) => (b.peak > a.peak ? b : a);
 const peakOf = (setting, length) => peaksOf(setting, length).reduce(higher);
 
+// What a length beyond the last one that is predicted is called, of the rank whose line ends first
+const extrapolated = ({ key, recompute, loss }, length) =>
+  (DATA.memory.curves[`${key} ${recompute} ${loss}`] ?? []).some((curve) => length > curve.at(-1)[0]) ? " (extrapolated)" : "";
+
 // The longest length that fits, a multiple of 512 tokens; 0: not even the shortest
 function longestOf(setting) {
   if (!setting.ways.length) return 0;
@@ -229,7 +233,7 @@ function contest(state, set) {
         "aria-pressed": strategy === state.strategy && shard === chosen.shard ? "true" : "false",
       },
         html("span", {}, `${short[strategy]}${shard === "yes" ? ", sharded weights" : ""}${setting.recompute === chosen.recompute ? "" : `, recomputed: ${RECOMPUTE_NAMES[setting.recompute]}`}`),
-        html("b", {}, longest ? count(longest) : setting.runs ? "does not fit" : "cannot run"),
+        html("b", {}, longest ? count(longest) + extrapolated(setting, longest) : setting.runs ? "does not fit" : "cannot run"),
         html("i", { style: `width: ${(100 * longest) / most}%` }))));
 }
 
@@ -272,7 +276,7 @@ view({
     const full = `${setting.key} ${setting.recompute} full` in DATA.memory.curves ? {} : { full: "not predicted here" };
     const gpus = Object.entries(DATA.memory.gpus).map(([name, size]) => [name, `${GPU_NAMES[name] ?? name}: ${size} GiB`]);
     const several = setting.microbatches > 1 ? `${setting.microbatches} microbatches of ` : "";
-    const words = `${several}${tokens(state.length)} take ${gib(found.peak)} of the allocator's ${gib(room)}: ` +
+    const words = `${several}${tokens(state.length)} take ${gib(found.peak)}${extrapolated(setting, state.length)} of the allocator's ${gib(room)}: ` +
       `${fits ? "fits" : `${gib(found.peak - room)} too many`}. The peak comes ${MOMENTS[found.moment][1]}; ` +
       `the largest part is ${DATA.memory.parts[largest]}, ${gib(found.parts[largest])}.`;
     const why = [
@@ -280,11 +284,11 @@ view({
       plain ? "Plain is Hugging Face's own model and loss on one GPU: all logits at once." : null,
       "One sequence, with PP one in each microbatch: by 1F1B a rank has at most P of them in flight, and keeps the layers' inputs of each (several: with layers recomputed and AdamW here).",
       "bfloat16, flash attention, of the rank that needs most; the T4 has no flash attention and is not among these GPUs. Lengths between predictions lie on straight lines,",
-      `which are off by ${100 * DATA.memory.exact}% at most where they were checked; of 70B, and of 1, 16 and 32 ranks, only six lengths are predicted: short sequences between them may be off by up to 40%.`,
+      `which are off by ${100 * DATA.memory.exact}% at most where they were checked, and by more where they are extrapolated, beyond the last prediction; of 70B, and of 1, 16 and 32 ranks, only six lengths are predicted: short sequences between them may be off by up to 40%.`,
       "Other batches, dtypes, models and numbers of ranks: with the options of",
     ];
     const [script, nproc] = [state.strategy, setting.P];
-    const command = `python oom_search.py --how predicted --at ${state.length} --strategy ${script} --nproc ${nproc} --model ${state.model} ` +
+    const command = `python oom_search.py --how predicted --at ${state.length} --strategy ${script} --nproc ${nproc} --model ${state.model} --gpu ${state.gpu} ` +
       `--recompute ${setting.recompute} --loss ${setting.loss} --optimizer ${state.optimizer}${setting.shard === "yes" ? " --shard-weights" : ""}` +
       (setting.microbatches > 1 ? ` --batch ${setting.microbatches} --microbatches ${setting.microbatches}` : "");
     say(words);
@@ -304,7 +308,7 @@ view({
       memoryBars(setting, peaks),
       partKeys(found),
       html("div", { class: "beside" },
-        html("div", {}, html("h2", {}, `Longest that fits: ${tokens(longest)}`), memoryChart(setting, found, longest, set)),
+        html("div", {}, html("h2", {}, `Longest that fits: ${tokens(longest)}${extrapolated(setting, longest)}`), memoryChart(setting, found, longest, set)),
         contest(state, set)),
       html("p", { class: "note" }, why.filter(Boolean).join(" "), " ", html("code", {}, command)));
   },

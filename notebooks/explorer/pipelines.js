@@ -71,12 +71,12 @@ function formulaWords(schedule, P, M, V, costs) {
 const percent = (x) => (x === null ? "none" : `${(100 * x).toFixed(1)}%`);
 const forwards = (time, unit) => `${+(time / unit).toFixed(2)}`;
 
-function timelineKeys(kinds, V) {
+function timelineKeys(kinds, V, drawn) {
   return html("div", { class: "legend" },
     kinds.map((kind) => entry(`url(#${kind})`, `${kind}: ${ACTION_NAMES[kind]}`)),
     entry("var(--pale)", "waits: the bubble"),
     V > 1 ? html("span", {}, "lighter: the rank's later stages") : null,
-    html("span", {}, "a number: the microbatch"));
+    drawn.querySelector(".cell text") ? html("span", {}, "a number: the microbatch") : null);
 }
 
 function actionPatterns() {
@@ -117,7 +117,7 @@ function timeline(rows, { P, M, V, clock, unit, follow, most, last, words, total
     const y = 8 + rank * high;
     const held = inFlight(rows, rank, clock, last);
     const told = `rank ${rank} holds the activations of ${held} now, of ${most[rank]} at most`;
-    const label = clock < total ? `${held} of ${most[rank]}` : `at most ${most[rank]}`;
+    const label = clock < total ? `${held} of ${most[rank]}` : `${narrow ? "max" : "at most"} ${most[rank]}`;
     const bar = (n, kind) => svg("rect", { x: width - right + 14, y: y + high / 2 - 8, width: (90 * n) / widest, height: 16, class: kind });
     const flight = narrow
       ? svg("text", { x: 0, y: y + high / 2 + 15, class: "small" }, label)
@@ -178,7 +178,8 @@ view({
     const begun = rows.filter((row) => row.begin < step);
     const told = { P, M, V, clock: step, unit: V * time.F, follow: -1, most: found.in_flight, last: time.W ? "W" : "B", total };
     const words = `What the ${P} ranks have begun: ${[...Array(P).keys()].map((rank) => `rank ${rank} ${begun.filter((row) => row.rank === rank).map((row) => row.kind + row.microbatch).join(" ") || "nothing"}`).join("; ")}`;
-    return html("div", {}, timeline(begun, { ...told, words }, null), timelineKeys(Object.keys(time), V));
+    const drawn = timeline(begun, { ...told, words }, null);
+    return html("div", {}, drawn, timelineKeys(Object.keys(time), V, drawn));
   },
   draw(root, state, set) {
     const { schedule, P, M, costs } = state;
@@ -199,6 +200,7 @@ view({
     say(words);
     const costNames = Object.fromEntries(Object.entries(DATA.pipelines.costs).map(([ratio, why]) => [ratio, `${ratio} (${why})`]));
     const told = { P, M, V, clock, unit, follow, most, last: time.W ? "W" : "B", total };
+    const drawn = timeline(rows, { ...told, words: `Timeline of ${SCHEDULE_NAMES[schedule]}, ${P} ranks, ${M} microbatches: bubble ${percent(idle)}. ${words}` }, set);
     root.append(
       html("div", { class: "controls dense" },
         choice("Schedule", "schedule", SCHEDULE_NAMES),
@@ -207,10 +209,10 @@ view({
         schedule === "interleaved" ? slider("Stages a rank", "V", [2, 3, 4]) : null,
         choice("Times F:B:W", "costs", costNames),
         choice("Follow", "follow", { "-1": "all microbatches", ...Object.fromEntries([...Array(M).keys()].map((m) => [m, `microbatch ${m}`])) }),
-        player("step", total + 1, Math.max(60, 600 / unit), (i) => `${forwards(i, unit)} of ${forwards(total, unit)} forwards`)),
+        player("step", total + 1, Math.max(60, 600 / unit), (i) => `${forwards(i, unit)} of ${forwards(total, unit)}${NARROW.matches ? "" : " forwards"}`)),
       html("p", { class: "words" }, words),
-      timeline(rows, { ...told, words: `Timeline of ${SCHEDULE_NAMES[schedule]}, ${P} ranks, ${M} microbatches: bubble ${percent(idle)}. ${words}` }, set),
-      timelineKeys(Object.keys(time), V),
+      drawn,
+      timelineKeys(Object.keys(time), V, drawn),
       html("div", { class: "figures" },
         figure(percent(idle), "bubble: part of the time that a rank waits"),
         figure(percent(found.formula[which]), found.formula[which] === null ? `no closed form: ${M < P ? "fewer microbatches than ranks" : "W is the longest"}` : `by the formula ${formula}`),
@@ -219,6 +221,7 @@ view({
       html("p", { class: "note" },
         "In flight: microbatches whose activations a rank holds for their backward. Messages take no time here. ",
         `${schedule === "zb" ? "B is the gradient of the input, W those of the weights" : "This schedule runs W inside of B"}; `,
-        "orders, formula and simulator are those of pp.py (python pp.py --mode schedule)."));
+        "orders, formula and simulator are those of pp.py, with 1:1:1: ",
+        html("code", {}, `python pp.py --mode schedule --schedule ${schedule} --ranks ${P} --microbatches ${M}${V > 1 ? ` --virtual-stages ${V}` : ""}`)));
   },
 });

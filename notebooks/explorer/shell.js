@@ -144,96 +144,6 @@ function entry(fill, words, attributes = {}) {
   return html("span", attributes, svg("svg", { viewBox: "0 0 26 16", "aria-hidden": "true" }, box), words);
 }
 
-// Controls: each changes one key of the state
-// -------------------------------------------------------------------------------------------------
-
-function slider(label, key, values, format = String) {
-  const nearest = (value) =>
-    values.reduce((best, v, i) => (Math.abs(v - value) < Math.abs(values[best] - value) ? i : best), 0);
-  const at = nearest(state[key]);
-  const input = html("input", {
-    type: "range", min: 0, max: values.length - 1, step: 1, value: at, "data-control": key,
-    disabled: values.length < 2, "aria-valuetext": format(values[at]), "aria-label": label,
-    oninput: (event) => set({ [key]: values[event.target.value] }),
-  });
-  return html("label", { class: "control" }, html("span", {}, label, ": ", html("output", {}, format(values[at]))), input);
-}
-
-// options: {value: text}; missing: {value: why it cannot be chosen now}
-function choice(label, key, options, missing = {}) {
-  const entries = Object.entries(options).map(([value, text]) => {
-    const why = missing[value];
-    const kind = { value, selected: value === String(state[key]), disabled: why !== undefined };
-    return html("option", kind, why ? `${text} (${why})` : text);
-  });
-  const typed = (value) => (typeof current.state[key] === "number" ? Number(value) : value);
-  const onchange = (event) => set({ [key]: typed(event.target.value) });
-  return html("label", { class: "control" }, label, html("select", { onchange, "data-control": key }, entries));
-}
-
-// Steps 0 to steps - 1 of state[key]: buttons, a slider, arrow keys and space; period in ms.
-function player(key, steps, period = 1800, format = (i) => `step ${i} of ${steps - 1}`) {
-  playing = { key, steps, period };
-  const at = Math.min(state[key], steps - 1);
-  // At an end a button stays, so that the focus does
-  const button = (words, label, onclick, attributes) =>
-    html("button", { type: "button", "aria-label": label, title: label, onclick, ...attributes }, words);
-  return html("div", { class: "player" },
-    button(timer ? "Pause" : "Play", timer ? "Pause (space)" : "Play (space)", play, { class: "play" }),
-    button("◀", "A step back (left arrow)", () => move(-1), { "aria-disabled": at === 0 ? "true" : null }),
-    button("▶", "A step on (right arrow)", () => move(1), { "aria-disabled": at === steps - 1 ? "true" : null }),
-    html("input", {
-      type: "range", min: 0, max: steps - 1, step: 1, value: at, "aria-label": "step", "data-control": key,
-      "aria-valuetext": format(at), oninput: (event) => set({ [key]: Number(event.target.value) }),
-    }),
-    html("output", {}, format(at)),
-    html("select", { "aria-label": "speed", title: "speed", onchange: (event) => setSpeed(Number(event.target.value)) },
-      [0.25, 0.5, 1, 2, 4].map((value) => html("option", { value, selected: value === speed }, `${value}×`))));
-}
-
-function setSpeed(value) {
-  speed = value;
-  document.documentElement.style.setProperty("--speed", value); // of what travels
-  draw();
-}
-
-function move(by) {
-  const at = Math.min(state[playing.key], playing.steps - 1);
-  set({ [playing.key]: Math.max(0, Math.min(playing.steps - 1, at + by)) });
-}
-
-function stop() {
-  clearTimeout(timer);
-  timer = null;
-}
-
-const atEnd = () => state[playing.key] >= playing.steps - 1;
-
-// Play on, from the beginning if at the end; or pause.
-function play() {
-  if (timer) stop();
-  else {
-    if (atEnd()) set({ [playing.key]: 0 });
-    timer = setTimeout(tick, playing.period / speed);
-  }
-  draw();
-}
-
-// The next step; how long it is shown is the view's to say, each time that it draws.
-function tick() {
-  move(1);
-  if (atEnd()) stop();
-  else timer = setTimeout(tick, playing.period / speed);
-  draw();
-}
-
-document.addEventListener("keydown", (event) => {
-  const own = { INPUT: true, SELECT: true, BUTTON: event.key === " " }; // keys that they use themselves
-  if (!playing || own[event.target.tagName] || event.altKey || event.ctrlKey || event.metaKey) return;
-  const act = { ArrowRight: () => move(1), ArrowLeft: () => move(-1), " ": play }[event.key];
-  if (act) [event.preventDefault(), act()];
-});
-
 // The state, the fragment and the page
 // -------------------------------------------------------------------------------------------------
 
@@ -267,9 +177,10 @@ function fragment() {
 }
 
 let written = null; // browsers limit how often a page may change its address
+const writeNow = () => history.replaceState(answered(), "", fragment());
 function write() {
   clearTimeout(written);
-  written = setTimeout(() => history.replaceState(null, "", fragment()), 150);
+  written = setTimeout(writeNow, 150);
 }
 
 function set(changes) {
@@ -305,24 +216,45 @@ function draw() {
   if (!scored && NARROW.matches) root.append(lead); // below what is asked and shown, for the keyboard too
   morph(document.querySelector("main"), root);
   document.body.classList.toggle("plays", playing !== null);
+  const bar = playing && NARROW.matches ? document.querySelector(".player") : null; // it lies over the page's end
+  document.body.style.paddingBottom = bar ? `${bar.offsetHeight + 8}px` : "";
   if (!playing) stop();
+  followStep();
+}
+
+// What is wider than the page scrolls to where the step has moved to
+function followStep() {
+  for (const one of document.querySelectorAll(".scroll line.now, .chips [aria-pressed='true']")) {
+    const strip = one.closest(".scroll, .chips");
+    const place = one.getAttribute("x1") ?? one.textContent;
+    if (strip.place !== place) {
+      const [a, b] = [one.getBoundingClientRect(), strip.getBoundingClientRect()];
+      strip.scrollLeft += a.left + a.width / 2 - b.left - b.width / 2;
+    }
+    strip.place = place; // from here a reader may scroll elsewhere
+  }
 }
 
 function show() {
+  clearTimeout(written); // what is yet to be written of the last state
   stop();
   hideTip();
   if (current) last[current.id] = fragment();
   const asked = askedBy(location.hash);
   [current, state] = parse(asked ? `#${asked.view}` : location.hash);
   ask(asked ?? (location.hash.includes("&") ? null : nextQuestion(current.id)));
+  restore(history.state);
   const links = Object.values(views).map(({ id, title }) =>
     html("a", { href: last[id] ?? `#${id}`, "aria-current": id === current.id && !location.hash.startsWith("#score") ? "page" : null }, title));
-  document.querySelector("nav").replaceChildren(...links);
+  const nav = document.querySelector("nav");
+  const within = nav.contains(document.activeElement); // its links are made anew: the focus stays on the one
+  nav.replaceChildren(...links);
   const code = document.querySelector("meta[name=code]").content;
   document.querySelector("#out").replaceChildren(
     html("a", { href: LINKS.home, target: "_top" }, "Home"), code ? html("a", { href: code, target: "_top" }, "Code") : "");
   draw();
-  if (goingOn) document.getElementById("ask")?.focus();
+  if (within) nav.querySelector("[aria-current]")?.focus();
+  if (goingOn || location.hash.startsWith("#score")) document.getElementById("ask")?.focus();
   goingOn = false;
 }
 
@@ -345,7 +277,9 @@ STILL.addEventListener("change", () => draw());
 // Tips: beside what they explain; on a narrow page at its other edge. A tap shows one, a tap elsewhere hides it.
 // -------------------------------------------------------------------------------------------------
 
+// What a press gives the focus it has pointed at before: the picture around it has nothing to say then.
 function showTip(event) {
+  if (event.type === "focusin" && !event.target.matches(":focus-visible")) return;
   const target = event.target.closest?.("[data-tip]");
   if (!target) return hideTip();
   const box = document.getElementById("tip");

@@ -2,7 +2,7 @@
 
 const TIME_COLOURS = { // of DATA.time.parts
   matmul: "part0", attention: "part6", memory: "part3", communication: "part1", host: "part4",
-  bubble: "part2", gradients: "part5", optimizer: "part7", other: "part4",
+  bubble: "part2", gradients: "part5", optimizer: "part7", other: "part8",
 };
 // What each of DATA.time.parts is, and why it takes time
 const TIME_REASONS = {
