@@ -256,3 +256,12 @@ def test_accessible(browser, address, pages, scheme, size):  # noqa: F811
                 serious += [(page, rule["id"], node["html"][:200]) for node in rule["nodes"]]
     tab.close()
     assert serious == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("word,page", [("reduce-scatter", "sp_megatron"), ("deadlock", "lab3b")])
+def test_search_finds(browser, address, word, page):  # noqa: F811
+    tab = browser.new_page()
+    tab.goto(f"{address}search.html?q={word}")
+    tab.locator(f"#search-results a[href*={page}]").first.wait_for(timeout=9000)
+    tab.close()
