@@ -649,7 +649,7 @@ async def run_all(options, stop):
         try:
             while not (result := results(job)):
                 if stop.is_set():
-                    raise KeyboardInterrupt
+                    raise InterruptedError
                 await asyncio.sleep(0.02)
         finally:
             end(job)
@@ -891,7 +891,7 @@ def main(argv=None):
     except UsageError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, InterruptedError):
         print("\nstopped; the same command goes on from here", file=sys.stderr)
         return 130
 

@@ -505,7 +505,7 @@ def load_model(args):
     except torch.OutOfMemoryError:  # oom_search.py looks for it
         raise
     except Exception as problem:  # of many kinds
-        raise UsageError(f"cannot load the model {args.model}: {problem!r}") from None
+        raise UsageError(f"cannot load {args.model}: {type(problem).__name__}: {problem}") from None
     for kind, names in loading.items():  # missing, unexpected or mismatched keys
         if names:
             first = f"{len(names)} {kind}, {min(map(str, names))}"
@@ -674,8 +674,7 @@ class Meter(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.calls = Counter()
-        self.bytes = Counter()
+        self.calls, self.bytes = Counter(), Counter()
         self.peak = 0
         # A storage's Python object lives as long as the storage; a freed one leaves this dictionary
         self.alive = weakref.WeakValueDictionary()
@@ -789,13 +788,13 @@ def find_model(name):
         source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     is_hub_id = "/" in name and name[0] not in "./~" and not path.exists()
     if not (path.is_dir() or path.suffix == ".gguf" or is_hub_id):
-        raise UsageError(f"no model {name}: hub id, directory, .gguf file, {[*PRESETS]} would do")
+        raise UsageError(f"no model {name}: hub id, folder, .gguf, {', '.join(PRESETS)} would do")
     try:  # the entries of config.json; no code that the model brings is run
         entries, _ = transformers.PreTrainedConfig.get_config_dict(**source)
         family = entries["model_type"]
         config = transformers.AutoConfig.for_model(**entries) if family in FAMILIES else None
     except Exception as problem:  # of many kinds
-        raise UsageError(f"cannot read the model {name}: {problem!r}") from None
+        raise UsageError(f"cannot read {name}: {type(problem).__name__}: {problem}") from None
     if config is None:
         others = "scale logits (granite, gemma), fuse matrices (phi3, glm), have experts (lab 12), "
         others += "norm all heads together (olmo2, taken by sp_ulysses.py, pp.py) or are not proved"
@@ -909,6 +908,7 @@ def main(argv=None):
         return 0 if run(args, start(args)) else 1
     except (UsageError, OSError, ImportError) as problem:  # OSError: a full disk, a missing file
         if not IS_RANK0:
+            faulthandler.unregister(signal.SIGTERM)  # it does not hang
             time.sleep(30)  # torchrun ends all ranks as soon as one exits: let rank 0 print first
         print(f"error: {' '.join(str(problem).split())}", file=sys.stderr)
         return 2

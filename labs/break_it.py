@@ -398,7 +398,7 @@ def main():
         for name in BUGS if script == "--list" else [path.stem]:
             nets = json.loads((Path(__file__).parent / "data/nets.json").read_text())[f"{name}.py"]
             seen = {bug: ", ".join(nets.get(bug, ["?"])) for bug in BUGS[name]}
-            lines = (f"  {b}\n      {BUGS[name][b].__doc__}\n      seen by {seen[b]}" for b in seen)
+            lines = (f"  {b}\n      {BUGS[name][b].__doc__}\n      lab 15: {seen[b]}" for b in seen)
             if is_rank0:
                 print(f"{name}.py", *lines, sep="\n")
         return 0

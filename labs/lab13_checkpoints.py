@@ -77,7 +77,7 @@ def whole(shape):
 
 
 def cut(shape, dim, start, end):
-    """The Shard with [start, end) of dimension `dim`. Whoever holds all of it: whole(shape).
+    """The Shard with [start, end) of dimension `dim`. Where that is all of `dim`: whole(shape).
 
     One run where the numbers are one behind the other (dim 0): then its stride is 0, count 1.
     """

@@ -67,9 +67,9 @@ def test_bits_are_judged_anew():
 def test_the_list_names_the_nets():
     lines = python("labs/break_it.py", "--list").stdout.splitlines()
     at = lines.index("  wrong_shard")
-    assert lines[at + 2] == "      seen by parity, bits"
+    assert lines[at + 2] == "      lab 15: parity, bits"
     at = lines.index("  unsummed_norm_gradient")
-    assert lines[at + 2] == "      seen by types, parity"
+    assert lines[at + 2] == "      lab 15: types, parity"
 
 
 def test_one_rank_is_hugging_faces_layer():

@@ -464,7 +464,7 @@ UNUSABLE = {
     f"{ONE} {CHUNKS} 3": "--head-chunks 3: 1, 2, 4, 8 would do",
     f"--strategy ulysses --nproc 2 {CHUNKS} 4": "--head-chunks 4: 1, 2 would do",
     f"--strategy pp --nproc 2 --schedule zb {CHUNKS} 2": "--head-chunks 2: 1 would do",
-    f"{ONE} --model ./nowhere": "no model ./nowhere: hub id, directory, .gguf file, ['tiny', ",
+    f"{ONE} --model ./nowhere": "no model ./nowhere: hub id, folder, .gguf, tiny, ",
     "--strategy plain --nproc 2 --model tiny --at 64": "plain runs on one GPU: --nproc 1 would do",
 }
 

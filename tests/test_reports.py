@@ -81,7 +81,7 @@ REFUSED = [  # config, weights, other files, what is said
     (SIZES, None, {"model__safetensors__index__json": INDEX}, "model-1.safetensors"),
     (SIZES, weights(), {"adapter_config__json": "{}"}, "is quantized or has an adapter"),
     (SIZES | {"quantization_config": {"quant_method": "gptq"}}, None, {}, "is quantized or has"),
-    (SIZES | {"rope_scaling": {"type": "su", "factor": 2.0}}, None, {}, "KeyError('su')"),
+    (SIZES | {"rope_scaling": {"type": "su", "factor": 2.0}}, None, {}, "KeyError: 'su'"),
     (SIZES, None, {"model__safetensors": "version https://git-lfs"}, "SafetensorError"),
     (SIZES, None, {"pytorch_model__bin": "x"}, "model.safetensors"),
     *((SIZES | {"model_type": name}, None, {}, f"of type {name}; llama, mistral, qwen2, qwen3, ")
