@@ -149,10 +149,11 @@ SOURCES |= {"site/diff.html": "diff tp.py sp_megatron.py"}
 @pytest.mark.slow
 @pytest.mark.parametrize("page", SOURCES)
 def test_sources_are_shown_whole(site, pages, page):
-    """Each line; of a script there is an anchor for each section."""
+    """Each line; of a script beside its number, and an anchor for each section."""
     shown = html.unescape(re.sub("<[^>]+>", "", (site / page).read_text()))
     text = subprocess.run(SOURCES[page].split(), cwd=ROOT, capture_output=True, text=True).stdout
-    lines = re.findall(r"^[<>] (.*\S)" if "diff" in page else r"^(.*\S)", text, re.M)
+    numbered = [f"{number}{line}\n" for number, line in enumerate(text.splitlines(), 1) if line]
+    lines = re.findall(r"^[<>] (.*\S)", text, re.M) if "diff" in page else numbered
     assert len(lines) > 100 and [line for line in lines if line not in shown] == []
     assert "diff" in page or "loss-and-step" in pages[page].ids
 
@@ -225,7 +226,6 @@ def test_front_page_and_menu(browser, address, size):  # noqa: F811
     frame.scroll_into_view_if_needed()
     last = frame.content_frame.locator(".after button").last.bounding_box()
     assert last["y"] + last["height"] < frame.bounding_box()["y"] + frame.bounding_box()["height"]
-    tab.evaluate("scrollTo(0, 0)")
     button, page = tab.locator("button.primary-toggle"), tab.get_by_role("link", name="4. Ulysses")
     for act in (button.click, partial(button.press, "Enter")) * 2:
         there = page.is_visible()

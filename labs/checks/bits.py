@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from checks.compare import tried
-from checks.usual import section, usual_results
+from checks.usual import section, usual_hint
 from harness import LABS, Wrong, expect, load, relative_error
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -160,19 +160,17 @@ ORDERS = {
 }
 
 
-def hint_for(mine, most, mistakes, function, args, view=lambda result: result):
-    """The hint of the usual mistake that gives as much, up to `most`, or that for all others."""
-    for hint, result in usual_results(mistakes, function, args):
-        if relative_error(mine.detach(), view(result)) <= most:
-            return hint
-    return section(mistakes, function)[-1]
+def hint_for(usual, mine, tolerance):
+    """usual_hint() of (mistakes, function, args) and, if there is one, the view of its result."""
+    mistakes, function, args, *view = usual
+    return usual_hint(mistakes, function, args, mine, None, *view, tolerance=tolerance)
 
 
 def bits(what, mine, right, hints=None, hint="", usual=()):
     """Raise Wrong unless a tensor has the right shape, dtype and every bit.
 
     hints {text: tensor}: if mine is that tensor instead, the text is the hint; usual: what
-    hint_for() takes, to find one; else it is hint.
+    hint_for() takes first, to find one; else it is hint.
     """
     expect(isinstance(mine, torch.Tensor), f"{what} is {type(mine).__name__}, not a tensor", hint)
     same = mine.shape == right.shape and mine.dtype == right.dtype
@@ -184,7 +182,7 @@ def bits(what, mine, right, hints=None, hint="", usual=()):
         count = int((mine != right).sum())
         found = f"{what}: {count} of {mine.numel()} numbers differ, by at most {apart:.1e}"
     known = [text for text, x in (hints or {}).items() if torch.equal(mine, x)]
-    raise Wrong(found, known[0] if known else hint_for(mine, 1e-6, *usual) if usual else hint)
+    raise Wrong(found, known[0] if known else hint_for(usual, mine, 1e-6) if usual else hint)
 
 
 def near(what, mine, right, hint="", tolerance=None, usual=()):
@@ -194,7 +192,7 @@ def near(what, mine, right, hint="", tolerance=None, usual=()):
     if error > most:
         same = mine.shape == right.shape
         off = f"off by {error:.1e}" if same else f"{tuple(mine.shape)}, not {tuple(right.shape)}"
-        raise Wrong(f"{what} is {off}", hint_for(mine, most, *usual) if usual else hint)
+        raise Wrong(f"{what} is {off}", hint_for(usual, mine, most) if usual else hint)
 
 
 def batch_mask(seed, name, step):

@@ -43,14 +43,16 @@ def usual_results(mistakes, function, args):
             yield hint, wrong(*args)
 
 
-def usual_hint(mistakes, function, args, mine, part=None, view=lambda result: result):
+def usual_hint(
+    mistakes, function, args, mine, part=None, view=lambda result: result, tolerance=1e-9
+):
     """The hint of the mistake that gives the same as the learner's, or that for all others.
 
     Of several results one part is compared; view(results): what has the parts.
     """
     for hint, result in usual_results(mistakes, function, args):
         with suppress(Exception):
-            if alike(mine, view(result) if part is None else view(result)[part]):
+            if alike(mine, view(result) if part is None else view(result)[part], tolerance):
                 return hint
     return section(mistakes, function)[-1]
 
