@@ -44,7 +44,7 @@ def check_write(lab, group, seed):
             found = lab.write_tensors(path, kinds, get)
         data = path.read_bytes()
         disk.lose_power()
-        kept = path.read_bytes() if path.exists() else b""
+        kept = path.read_bytes() if path.exists() else None
         path.write_bytes(b"what a save that was killed has left")
         lab.write_tensors(path, kinds, full.get)
         again = path.read_bytes()
@@ -52,7 +52,8 @@ def check_write(lab, group, seed):
     once = max(most) <= 2 and len(most) == len(full)
     expect(once, "tensors are made at once, or twice", "get(name) when it is its turn")
     expect(again == data, "behind an older file's bytes", 'open(path, "wb") begins anew')
-    hint = "flush, os.fsync(file.fileno()) before it is closed; sync_folder(parent) for its name"
+    hint = "flush, then os.fsync(file.fileno()), before it is closed"
+    hint = "sync_folder(parent) for its name" if kept is None else hint
     expect(kept == data, "a power failure behind it leaves no whole file", hint)
     return f"a header of {size} bytes, {len(data)} in all, one tensor at a time, on the disk"
 
@@ -88,7 +89,8 @@ def header_of(data):
         header = json.loads(data[8 : 8 + size])
     except ValueError:
         raise Wrong(f"bytes 8 to {8 + size} are no JSON", hint) from None
-    expect(size % 8 == 0, f"the header has {size} bytes", "spaces until 8 divides its length")
+    hint = "spaces until 8 divides its length; the number in front of it counts them, too"
+    expect(size % 8 == 0, f"the header has {size} bytes", hint)
     meta = header.pop("__metadata__", None)
     expect(meta == {"format": "pt"}, f"__metadata__ is {meta}", "HF refuses a file without it")
     return size, header
@@ -112,7 +114,10 @@ def check_save(lab, group, seed):
             expect(count == right, f"{what}: {count} numbers, not {right}", "owners() says whose")
             names = sorted(f"save{i + 1}-rank{rank}.safetensors" for rank in range(world))
             found = sorted(path.name for path in files)
-            expect(found == names, f"{what}: files {found}, not {names}", "number + 1 each time")
+            hint = "number + 1 each time, one file a rank"
+            if len(found) > len(names):
+                hint = "commit() removes every save*.safetensors that the index does not name"
+            expect(found == names, f"{what}: files {found}, not {names}", hint)
             early = [rank for rank, number in enumerate(seen) if number != i + 1]
             hint = "all wait for rank 0 in a last gather_objects"
             expect(not early, f"{what}: ranks {early} return before the new index is there", hint)
@@ -166,6 +171,7 @@ i * size : (i + n) * size -> i * size : n * size  # a view of n numbers ends at 
 piece["at"] + j * size -> piece["at"]  # n numbers from the piece's j-th on
 piece["at"] + j -> piece["at"] + i  # from the piece's j-th number to this tensor's i-th
 i * size : (i + n) * size -> j * size : (j + n) * size  # to this tensor's i-th; j is the piece's
+for i, j, n in -> for j, i, n in  # i: the position in this tensor, j: in the piece
 piece["at"] + ->  # `at`: where in the file the piece begins
 of each piece: n numbers, from its j-th behind `at` to this tensor's i-th, each of itemsize bytes
 """

@@ -50,7 +50,7 @@ shards[0][0]) * world -> shards[0][0]) * (world - 1)  # the vector is whole, the
 * world if stage == 3 else 0 -> * world  # in stages 0 to 2 nothing is gathered then
 activations(config, tokens) -> activations(config, tokens) // world  # each has its own sequence
 number * width -> number  # bytes: width of each number
-whole or sharded as the table says, padded; gathered: the root unit; optimizer: what it updates
+each unit padded by itself, whole or its shard; gathered: the root unit; optimizer: no padding
 == messages
 -(-size // world) * world -> size  # each unit with its padding
 world) * world -> world)  # the message is the whole vector, not a rank's shard of it
@@ -155,13 +155,9 @@ def check_predict_messages(lab, group, seed):
     return "1 to 4 ranks, 1 to 3 backwards a step: bytes of every collective"
 
 
-def check_zero1(lab, group, seed):
-    return zero.follow_both(lab, group, 1, seed)
-
-
 def check_zero2(lab, group, seed):
     zero.check_arrivals(lab, group, seed)
-    return f"{zero.follow_both(lab, group, 2, seed)}; sent and dropped when the last gradient comes"
+    return f"{zero.follow_both(lab, group, seed, 2)}; sent and dropped when the last gradient comes"
 
 
 def noted_lends(lab):
@@ -228,7 +224,7 @@ def check_freed(lab, group, seed):
 def check_zero3(lab, group, seed):
     hint = "a parameter is empty, or full None, where it is needed; or an address is misread"
     tried("a forward or backward", hint, check_freed, lab, group, seed)
-    return f"{zero.follow_both(lab, group, 3, seed)}; each layer freed, and gathered again"
+    return f"{zero.follow_both(lab, group, seed, 3)}; each layer freed, and gathered again"
 
 
 GATHER = "gather() before a layer computes, in the forward and in the backward"
@@ -315,7 +311,7 @@ CHECKS = {
     "flat": (check_flat, 1),
     "predict_memory": (check_predict_memory, 1),
     "predict_messages": (check_predict_messages, 1),
-    "zero1": (check_zero1, 3),
+    "zero1": (partial(zero.follow_both, stage=1), 3),
     "zero2": (check_zero2, 4),
     "zero3": (check_zero3, 4),
     "prefetch": (check_prefetch, 4),

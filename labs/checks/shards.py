@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 
 import torch
-from checks.compare import tried
+from checks.compare import raised, tried
 from checks.disk import on_turns
 from checks.ring import split
 from checks.usual import usual_hint
@@ -82,7 +82,8 @@ def read_full(folder):
     """{name: full tensor} of a checkpoint, by the finished lab; raises what is wrong with it."""
     index = finished.read_index(folder)
     problem = finished.damage(folder, index, index["files"])
-    expect(problem is None, problem, "what index.json names has to be there, as it was written")
+    hint = "index.json names each file as it was written; kinds has the shapes of a rank's tensors"
+    expect(problem is None, problem, hint)
     full, layout = {}, {}
     for name, saved in index["tensors"].items():
         full[name] = torch.empty(saved["shape"], dtype=finished.DTYPES[saved["dtype"]])
@@ -113,24 +114,21 @@ offset: what lies before start; length: to end; stride: from run to run; count: 
 min(end, mine + size) -> mine + size  # padding, or the next tensor, is not a part of this one
 (shard, first - mine) -> (shard, first)  # at counts from where the rank's part of the vector begins
 (shard, first - mine) -> (shard, first - begin)  # at counts in the rank's vector, not in a tensor
+(shard, first - mine) -> (shard, begin - mine)  # at: 0 where a tensor began on an earlier rank
 return found -> return [pair for pair in found if pair[0]]  # (None, 0) where it has none
 min(end, mine + size) -> end  # the next rank has what lies behind mine + size
 first - begin, last -> first, last  # a Shard's offset counts in its own tensor
 begin = end -> begin = -(-end // world) * world  # the vector is padded, not each tensor
-from the flat vector's [rank c, rank c + c), c rounded up, to the tensor's own numbers
+Shard: what [rank c, rank c + c) of the flat vector has, c rounded up; at: from rank c to that
 == overlap
-a * mine.length + start - x -> start  # positions are in the ranks' own tensors, not in the full one
-.length + start - -> .length * 0 + start - 0 *  # positions: in their own tensors, not the full one
-length + start -> length * 0 + start  # positions in the ranks' own tensors: a run behind another
 a * mine.stride -> a * mine.length  # runs begin stride apart in the full tensor
-a * mine.length + -> 0 +  # positions are in the ranks' own tensors: a run behind another
 y, end - start -> y, mine.length  # n: only the numbers that both runs have
 min(x + mine.length, y + theirs.length) -> x + mine.length  # only the numbers that both runs have
 y, end - start -> y, end - start; return  # one for each two runs that share numbers
 if x + mine.length == end: -> if a + 1 < mine.count:  # when the earlier of two runs ends, go on
 b += 1 -> a, b = a + 1, b + 1  # when the earlier of two runs ends, take the next of that alone
 if start < end: -> if True:  # runs that share nothing: nothing to yield
-(position in my tensor, in theirs, how many), in order; runs, not single numbers
+one for each run of mine and run of theirs that share numbers, in order; runs, not single numbers
 == owners
 sorted(holders.items(), key=lambda item: len(item[1])) -> holders.items()  # fewest holders first
 len(item[1])) -> -len(item[1]))  # fewest holders first
@@ -160,7 +158,8 @@ def check_cut(lab, group, seed):
         what, right = f"cut{args}", fields(finished.cut(*args))
         mine = tried(what, "return a Shard", fields, lab.cut(*args))
         if mine != right:
-            hint = usual_hint(MISTAKES, finished.cut, args, mine, view=fields)
+            first = next((i for i, pair in enumerate(zip(mine, right)) if pair[0] != pair[1]), None)
+            hint = usual_hint(MISTAKES, finished.cut, args, mine[first], first, fields)
             raise Wrong(f"{what}: shape, offset, length, stride, count {mine}, not {right}", hint)
     for world in range(1, 7):
         shapes = [tuple(chosen.randint(1, 4) for _ in range(chosen.randint(0, 2))) for _ in "abcd"]
@@ -190,9 +189,13 @@ def check_overlap(lab, group, seed):
         mine, theirs = ({n: i for i, n in enumerate(numbers_of(s).tolist())} for s in pair)
         right = sorted((mine[n], theirs[n]) for n in mine.keys() & theirs.keys())
         numbers = [(i + k, j + k) for i, j, n in found for k in range(n)]
-        if numbers != right or len(found) != len(list(finished.overlap(*pair))):
+        runs = list(finished.overlap(*pair))
+        if numbers != right or len(found) != len(runs):
             hint = usual_hint(MISTAKES, finished.overlap, pair, found, view=list)
-            raise Wrong(f"{pair[0]} and {pair[1]}: {found}", hint)
+            if [n for *_, n in found] == [n for *_, n in runs]:  # only positions are wrong
+                hint = "positions are in the ranks' own tensors: of each all runs before, its own "
+                hint += "length each, then how far into the run; not the full tensor's stride"
+            raise Wrong(f"{pair[0]} and {pair[1]}: {found}, not {runs}", hint)
         count += len(found)
     return f"200 pairs of shards, {count} runs in common"
 
@@ -205,13 +208,13 @@ def check_owners(lab, group, seed):
             layouts.append(dict(chosen.sample(list(layout.items()), len(layout))))
         before = [dict(layout) for layout in layouts]
         what, right = f"{kind} on {world} ranks", finished.owners(before)
-        hint = "every number is there once: a Shard has count runs of length numbers"
+        hint = "what several ranks hold counts once; a Shard has count runs of length numbers"
         found = tried(what, hint, lab.owners, layouts)
         orders = [list(layout) for layout in layouts] == [list(layout) for layout in before]
         expect(orders, "owners() changes the layouts", "no pop(): they are save()'s")
-        form = "{(name, Shard): one rank that holds it}"
-        all_there = isinstance(found, dict) and found.keys() == right.keys()
-        expect(all_there, f"{what}: owners() returns {found}", form)
+        there = isinstance(found, dict) and found.keys() == right.keys()
+        hint = "{(name, Shard): one rank that holds it}"
+        expect(there, f"{what}: owners() returns {found}", hint)
         for (name, shard), rank in right.items():
             mine = found[name, shard]
             if mine != rank:
@@ -222,12 +225,7 @@ def check_owners(lab, group, seed):
     twice[0]["o"] = finished.whole(SHAPES["o"])
     for layouts, what in (hole, "a part of o on no rank"), (twice, "parts of o twice"):
         hint = "add up the numbers of a tensor's pieces: they are those of its full shape"
-        try:
-            lab.owners(layouts)
-        except lab.CheckpointError as problem:
-            expect("o" in str(problem).split(":")[0].split(), f"{what}: {problem}", "name it")
-        except (ValueError, AssertionError) as problem:
-            raise Wrong(f"{what}: {problem!r}", "raise CheckpointError") from problem
-        else:
-            raise Wrong(f"{what} is accepted", hint)
+        problem = raised(lab.owners, layouts, kind=lab.CheckpointError)
+        expect(problem is not None, f"{what} is accepted", hint)
+        expect("o" in problem.split(":")[0].split(), f"{what}: {problem}", "name the tensor")
     return "every number has one owner, replicas are dealt out, a hole is refused"

@@ -9,12 +9,14 @@ import torch
 from checks.compare import tried
 from checks.disk import Disk
 from checks.memory import Alive
-from checks.shards import finished, layouts_of, numbers_of, part_of, same, save_with
+from checks.shards import finished, same, save_with
 from harness import expect
 from safetensors import safe_open
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
+
+NEW = "no state yet: zeros of AdamW's first, put into optimizer.state[parameter]"
 
 
 class Tied(nn.Module):
@@ -49,11 +51,13 @@ def check_optimizer(lab, group, seed):
     (right, right_adam), (model, adam), (later, later_adam) = map(built, starts)
     train(right, right_adam, range(6))
     train(model, adam, range(3))
-    hint = "without a state yet: zeros, put into optimizer.state[parameter]"
-    fresh = tried("before the first step", hint, lab.training_state, later, later_adam)
+    fresh = tried("before the first step", NEW, lab.training_state, later, later_adam)
     state = lab.training_state(model, adam)
-    expect_state(model, adam, state, fresh)
+    expect_state(model, adam, state, "after 3 steps", "of each: itself and three of AdamW's")
+    expect_state(later, later_adam, fresh, "before the first step", NEW)
     for name, x in fresh.items():
+        zeros = "/" not in name or not x.count_nonzero()
+        expect(zeros, f"before the first step: {name} is not zero", "AdamW starts from zeros")
         shape = x.shape == state[name].shape and x.dtype == state[name].dtype
         expect(shape, f"{name}: a new one is {x.dtype} {tuple(x.shape)}", "as AdamW makes it")
         x.copy_(state[name])
@@ -64,27 +68,28 @@ def check_optimizer(lab, group, seed):
     return f"{len(state)} tensors, tied ones once; 3 + 3 steps are 6 steps, to the bit"
 
 
-def expect_state(model, adam, state, fresh):
-    """Raise Wrong unless state is AdamW's own tensors, and fresh zeros, each for itself."""
+def expect_state(model, adam, found, what, hint):
+    """Raise Wrong unless what was found are the parameters' and AdamW's own tensors."""
+    expect(isinstance(found, dict), f"{what}: {type(found).__name__}, not a dict")
     names = list(dict(model.named_parameters()))
-    wanted = {f"{n}{key}" for n in names for key in ("", "/step", "/exp_avg", "/exp_avg_sq")}
-    for found, what in (state, "after 3 steps"), (fresh, "before the first step"):
-        expect(isinstance(found, dict), f"{what}: {type(found).__name__}, not a dict")
-        odd = sorted(wanted ^ set(found))
-        hint = "named_parameters() has a tied one once; of each: itself and three of AdamW's"
-        expect(not odd, f"{what}: {', '.join(odd[:4])} too many, or missing", hint)
-        for name, x in found.items():
-            memory = isinstance(x, torch.Tensor) and not x.requires_grad
-            hint = "a tensor that can be read into: of a parameter its .data"
-            expect(memory, f"{what}: {name} is {type(x).__name__}", hint)
-        alone = len({x.data_ptr() for x in found.values()}) == len(found)
-        expect(alone, f"{what}: some tensors share their memory", "to each zeros of its own")
+    wanted = [f"{n}{key}" for n in names for key in ("", "/step", "/exp_avg", "/exp_avg_sq")]
+    missing = [name for name in wanted if name not in found]
+    expect(not missing, f"{what}: {', '.join(missing[:4])} missing", hint)
+    odd = [name for name in found if name not in wanted]
+    once = "named_parameters() has a tied one once"
+    expect(not odd, f"{what}: {', '.join(odd[:4])} too many", once)
+    for name, x in found.items():
+        memory = isinstance(x, torch.Tensor) and not x.requires_grad
+        data = "a tensor that can be read into: of a parameter its .data"
+        expect(memory, f"{what}: {name} is {type(x).__name__}", data)
+    alone = len({x.data_ptr() for x in found.values()}) == len(found)
+    expect(alone, f"{what}: some tensors share their memory", "to each zeros of its own")
     for n, key in itertools.product(names, finished.STATE):
-        theirs = adam.state[model.get_parameter(n)][key]
-        hint = "the tensors of optimizer.state[parameter], by their own names, no copies"
-        shared = state[f"{n}/{key}"].data_ptr() == theirs.data_ptr()
-        expect(shared, f"{n}/{key} is not AdamW's {key} itself", hint)
-        expect(fresh[f"{n}/{key}"].count_nonzero() == 0, f"a new {key} is not zero", "zeros")
+        theirs = adam.state[model.get_parameter(n)].get(key)
+        expect(theirs is not None, f"{what}: AdamW has no {key} of {n}", hint)
+        own = "the tensors of optimizer.state[parameter], by their own names, no copies"
+        shared = found[f"{n}/{key}"].data_ptr() == theirs.data_ptr()
+        expect(shared, f"{what}: {n}/{key} is not AdamW's {key} itself", own)
 
 
 def check_export(lab, group, seed):
@@ -100,20 +105,20 @@ def check_export(lab, group, seed):
         what = f"embeddings {'tied' if tied else 'not tied'}, {dtype}"
         with tempfile.TemporaryDirectory() as folder:
             there, hf = Path(folder, "hf"), Path(folder, "model.safetensors")
-            state = full | {f"{name}/exp_avg": x + 1 for name, x in full.items()}
+            parts = itertools.product(full.items(), finished.STATE)
+            state = full | {f"{name}/{key}": x + 1 for (name, x), key in parts}
             save_with(finished, folder, state, "zero3", 3)
             config.save_pretrained(folder)
             disk = Disk()
             with Alive() as alive, disk.inside():
                 lab.export(folder, hf)
-            expect(hf.exists(), f"{what}: no file {hf.name}", "os.replace the draft")
-            there_at_once = f"{hf.name} is opened" in disk.log
             hint = "write a draft beside path, then os.replace it: a kill leaves no half of a file"
-            expect(not there_at_once, f"{what}: {hf.name} is written in place", hint)
+            expect(f"{hf.name} is opened" not in disk.log, f"{what}: written in place", hint)
+            moved = hf.exists() and not Path(f"{hf}.draft").exists()
+            expect(moved, f"{what}: the draft is left, or no {hf.name}", "os.replace the draft")
             wrong = "of each tensor the dtype and shape of the index, and all its numbers"
             names = set(tried(what, wrong, safe_open, hf, "pt").keys())
             expect(names == set(full), f"{what}: {len(names)} tensors", "parameters alone: no /")
-            expect(not Path(f"{hf}.draft").exists(), f"{what}: the draft is left", "os.replace it")
             most = 2 * max(x.nbytes for x in full.values()) + 64
             hint = "get(name) makes one full tensor, when write_tensors asks for it"
             expect(alive.peak <= most, f"{what}: {alive.peak} bytes alive, {most} do", hint)
@@ -121,21 +126,15 @@ def check_export(lab, group, seed):
             weights = dict(theirs.named_parameters())
             expect(same(weights, full), f"{what}: HF reads other weights", wrong)
             model.save_pretrained(there, max_shard_size="2KB")
-            check_import(lab, there, full, what)
-    return "HF reads what is exported, to the bit; HF's files load into 3 shards"
+            check_import(lab, there, what)
+    return "HF reads what is exported, to the bit; each tensor of HF's files is in the index"
 
 
-def check_import(lab, folder, full, what):
-    """The index of HF's files has each tensor once, and fill() finds its numbers by it."""
+def check_import(lab, folder, what):
+    """The index of HF's files is the finished lab's, of which a test reads the numbers."""
     index, right = lab.import_index(folder), finished.import_index(folder)["tensors"]
     found = json.loads(json.dumps(index["tensors"]))  # lists or tuples
     expect(found.keys() == right.keys(), f"{what}: {len(found)} tensors, not {len(right)}")
     for name, entry in right.items():
-        hint = "at: 8 + the header's length + data_offsets[0]; runs: offset, length, stride, count"
-        expect(found[name] == entry, f"{what}: {name} is {found[name]}", hint)
-    shapes = {name: tuple(x.shape) for name, x in full.items()}
-    for layout in layouts_of("zero3", shapes, 3):
-        mine = {n: full[n].new_zeros(len(numbers_of(s))) for n, s in layout.items()}
-        finished.fill(folder, index, mine, layout)
-        wanted = {name: part_of(full[name], shard) for name, shard in layout.items()}
-        expect(same(mine, wanted), f"{what}: other numbers come from HF's files", hint)
+        hint = "at: 8 + the header's length + data_offsets[0]; runs: those of whole(), in numbers"
+        expect(found[name] == entry, f"{what}: {name} is {found[name]}, not {entry}", hint)

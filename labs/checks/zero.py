@@ -208,10 +208,11 @@ def check_arrivals(lab, group, seed):
             with Traffic() as traffic, noted_waits() as waits:
                 for place, i in enumerate(draw.sample(range(len(shapes)), len(shapes))):
                     found = f"a reduce-scatter when {place} of {len(shapes)} gradients are there"
-                    hint = "send when none is missing, whatever their order; flatten() pads for it"
+                    hint = "send when none is missing, whatever their order, in each backward anew"
                     expect(not traffic.ops, found, hint)
                     unit.params[i].grad = unit.views(parts[rank])[i].clone()
-                    tried("arrived()", hint, unit.arrived, unit.params[i])
+                    what = f"backward {backward + 1}: arrived() of gradient {place + 1}"
+                    tried(what, hint, unit.arrived, unit.params[i])
             hint = "send in the backward, when the last one comes, whichever that is"
             expect(traffic.ops, "all gradients of a unit are there, and none are sent", hint)
             left = [p for p in unit.params if p.grad is not None]
@@ -302,7 +303,7 @@ def own_pair(group):
     return subgroup(group, ranks=[0, 3] if group.rank() in (0, 3) else [1, 2])
 
 
-def follow_both(lab, group, stage, seed):
+def follow_both(lab, group, seed, stage):
     """On all ranks with two backwards a step, and on two of them with tied embeddings: a report."""
     worst = follow(lab, group, stage, seed, False, 2)
     if group.rank() in (1, 2):
