@@ -27,7 +27,7 @@ HINTS = {  # {a part of what is said: the cause}
 DEATHS = {
     "SIGKILL": "out of memory?",
     "SIGSEGV": "a rank that the group does not have? they count from 0 and go round with % P",
-    "SIGABRT": "the ranks' calls differ: another collective, fewer, other sizes or dtypes",
+    "SIGABRT": "the ranks' calls differ: others, fewer, other sizes or dtypes, a buffer's size",
 }
 
 

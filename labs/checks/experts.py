@@ -144,19 +144,19 @@ def check_rows(lab, what, seed, weights, order):
     close(f"{what}: TakeRows", mine, tokens @ x)
     hint = "dx (n, h) has grad's dtype: grad[i] is added to row source[i]; None for source"
     [dx] = tried(f"{what}: TakeRows' backward", hint, gradients, mine, dy, x)
-    last = torch.zeros_like(dx)
-    last[order // k] = dy
-    hints = {"a row that was taken k times has k gradients: add them (index_add)": last}
+    last = (tokens * (tokens.flip(0).cumsum(0).flip(0) == 1)).T  # a token's last row alone
+    hints = {"a row that was taken k times has k gradients: add them (index_add)": last @ dy}
     close(f"{what}: TakeRows' gradient", dx, tokens.T @ dy, hints)
     hint = "order[i] // k is row i's token, weights.flatten()[order[i]] its weight"
     mine = tried(f"{what}: WeightedSum", hint, lab.WeightedSum.apply, y, weights, order)
     dy = drawn(seed + 6, n, 4)
-    right = tokens.T @ (y * (choices @ weights.flatten())[:, None])
-    hints = {"times the weight of the choice that the row is for": tokens.T @ y}
+    weighted = y * (choices @ weights.flatten())[:, None]
+    right = tokens.T @ weighted
+    hints = {"a token's rows add up (index_add); out[index] += has one of them": last @ weighted}
+    hints |= {"times the weight of the choice that the row is for": tokens.T @ y}
     close(f"{what}: WeightedSum", mine, right, hints, hint)
-    hint = (
-        "a weight's gradient: the product of its row with its token's, summed; y's: times weights"
-    )
+    hint = "a weight's gradient: the product of its row with its token's, summed, at order[i]; "
+    hint += "y's: times the weight of the row"
     call = gradients, mine, dy, (y, weights)
     found = tried(f"{what}: WeightedSum's backward", hint, *call)
     wanted = gradients(right, dy, (y, weights))
@@ -282,8 +282,10 @@ def follow_averages(lab, seed, group, replicas, everyone, same_experts):
     right = sum(every[r][1] for r in same_experts)
     theirs = sum(tokens[r] for r in same_experts)
     hint = "divide by the tokens of all ranks: each replica has gradients from its whole group"
-    hints = {hint: right / theirs, f"{hint}. That is all": right / total / 2}
+    hints = {"sum an expert's over the replicas: each has its own group's": every[rank][1] / total}
+    hints |= {hint: right / theirs, f"{hint}. That is all": right / total / 2}
     mixed = sum(every[r][1] for r in everyone) / total
     hints |= {"other ranks have other experts: sum over the replicas alone": mixed}
     hints |= {"divide an expert's, too": right}
+    hint = "the sum over the replicas, divided by the tokens of `everyone`"
     close("an expert's gradient", expert.grad, right / total, hints, hint)

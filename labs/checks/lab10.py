@@ -79,7 +79,8 @@ def follow_chunks(lab, head, b, s, chunk, seed):
         expect(mine.requires_grad, f"{what} has no gradient", "no detach(), item() or no_grad()")
         found = gradients(mine, [hidden, head.weight])
     for name, x, y in zip(("hidden", "head"), found, wanted):
-        close(f"{what}: the gradient of {name}", x, y)
+        hint = "each chunk runs again with its own hidden and targets; nothing is detached"
+        close(f"{what}: the gradient of {name}", x, y, None, hint)
     expect_same(f"{what}: labels or hidden", [labels, hidden], before)
     if chunk < b * s:
         hint = "run a chunk again in the backward: checkpoint(..., use_reentrant=False)"
@@ -266,9 +267,10 @@ def check_offloaded(lab, group, seed):
     hint = "nothing else may hold an input: no lambda, no partial, no list around it"
     expect(there() is None, "an input is on the device, too", hint)
     close("the output", y.detach(), right.detach())
-    found = tried("the backward", "nothing is detached", gradients, y.sum(), leaves)
+    same = "function runs again with the args that were given, none of them detached"
+    found = tried("the backward", same, gradients, y.sum(), leaves)
     for name, a, b in zip(("x", "the second input"), found, wanted):
-        close(f"the gradient of {name}", a, b)
+        close(f"the gradient of {name}", a, b, None, same)
     expect(len(back) == 2, f"{len(back)} tensors came back, not 2")
     expect(len(runs) == 2, f"the layer ran {len(runs)} times, not twice", hint)
     with torch.no_grad():
@@ -295,7 +297,8 @@ def check_chunks_of_heads(lab, group, seed):
         call = out[:, mine], dout[:, mine], d, chunks, group
         peaks[chunks], grads = follow_heads(lab, own, *call)
         expect_same("x, or a weight,", own, [full[:, mine], *weights])
-        close(f"{chunks} chunks of heads: dx", grads[0], wanted[0][:, mine])
+        hint = "a chunk runs again in the backward: its own weights are arguments of checkpoint()"
+        close(f"{chunks} chunks of heads: dx", grads[0], wanted[0][:, mine], None, hint)
         for name, a, b in zip("qkv", grads[1:], wanted[1:]):  # each rank has a part of it
             dist.all_reduce(a, group=group)
             hint = "attend() takes the weights of q, k, v in this order"

@@ -47,11 +47,10 @@ hidden) -> hidden * model.heads)  # hidden is the features of all heads together
 return -> return 1 / gpus *  # tokens_per_second is of all GPUs already
 return -> return 100 *  # a fraction, not percent
 return -> return length *  # flops_per_token() is of one token: nothing to multiply by length
-)) / -> )[:1]) /  # layers, attention and head together
-)) / -> )[:2]) /  # layers, attention and head together
+)) / -> )[::2]) /  # layers, attention and head together
 (gpus * peak) -> gpus * peak  # a / b * c is (a / b) * c: parentheses
 * peak -> * H100.peak  # the peak is an argument
-operations needed a second, over those that could be done
+layers, attention and head together, of all tokens of a second; over gpus * peak
 == matmul_seconds
 max(compute, -> (compute +  # the slower limit decides, not their sum
 max( -> min(  # the slower limit is the larger time
@@ -87,7 +86,7 @@ way == "row" -> way != "row"  # row and column are exchanged
 - matmul) -> - matmul / tp)  # in the backward whole matmuls hide a column's messages
 of each message of the table what is longer than what it runs beside, at least 0
 == host_gap
-return forward -> return max(0, host - device); forward  # forward and backward apart: 1/3 and 2/3
+return forward -> return max(0, host-device); forward  # forward and backward apart, each at least 0
 return forward -> return max(forward, backward); forward  # both may wait: the sum
 return -> return device +  # how long the device waits, not how long it takes in all
 device * 2 -> device  # the forward has a third of the device's work, the backward two
@@ -117,7 +116,7 @@ BF16 * weights, -> BF16 * weights / dp,  # the message is the full tensor, not a
 // tp ->  # a node's GPUs are shared by its tp ranks
 max(1, -> max(0,  # at least one rank is in a node
 cluster.node -> 8  # cluster.node GPUs are in a node
-two rings over dp, of which zero 0 alone hides up to last_backward seconds
+two rings over dp, of 1 to dp ranks a node; zero 0 alone hides up to last_backward seconds
 == predict_run
 / (dp * pp * tp) ->  # a GPU's tokens, not all GPUs'
 (dp * pp * tp) -> dp  # a GPU's tokens, not all GPUs'
@@ -128,7 +127,7 @@ dp * mbs * gradacc -> int(row["gbs"])  # count the sequences that dp, mbs and gr
 tp, mbs, gradacc, zero= -> tp, mbs, zero=  # gradacc microbatches, each of mbs sequences
 tp, mbs, gradacc, zero= -> tp, gradacc, mbs, zero=  # gradacc microbatches, each of mbs sequences
 cluster, dp, pp, tp -> cluster, dp, tp, pp  # predict() takes dp, pp, tp in this order
-, zero=zero ->  # zero is in the row
+, zero=zero ->  # zero is in the row: pass it by its name, behind microbatches stands length
 cluster, dp -> H100, dp  # the cluster is an argument: pass it on
 tokens of dp * mbs * gradacc sequences, over the seconds of predict() and all GPUs
 == score

@@ -46,7 +46,7 @@ sent + received - 2 * stay -> sent + received  # what a rank keeps does not go o
 sent + received - 2 * stay -> sent + received - stay  # it stays on both ways, and in the backward
 sizes - 8 * held[rank] -> sizes  # the sizes for itself stay, too
 sizes - 8 * held[rank] + 2 * -> sizes - 8 * held[rank] +  # the backward goes over the wire, too
-sizes, and rows there and back, in forward and backward; over the wire goes what does not stay
+sizes, and rows there and back, forward and backward; wire: no rows or sizes for its own experts
 """
 
 
@@ -124,9 +124,7 @@ def check_all_to_all(lab, world, seed):
         table[1] = 0  # a rank without tokens
         start, end = split(count, rank, P)
         with Traffic() as traffic:
-            hint = (
-                "an all-to-all of sizes: a rank gets those of its experts, from each of the group"
-            )
+            hint = "held[r] sizes go to rank r: a rank gets those of its experts, from each rank"
             what, call = f"{P} ranks, {count} experts", (sizes := table[rank].clone(), group)
             arriving = tried(f"{what}: exchange_sizes()", hint, lab.exchange_sizes, *call)
         expect_list(f"{what}: sizes", arriving, table[:, start:end].tolist(), hint)
@@ -173,6 +171,8 @@ def check_experts(lab, group, seed):
         places = lab.by_expert(arriving)
         if [lie[i] for i in places.tolist()] == sorted(lie):
             hint = "of one expert the rows stay in the order of ranks: stable=True"
+        elif places.argsort().tolist() == right:
+            hint = "this is where each row goes; wanted is which row stands at each place"
         expect_list(f"{what}: by_expert()", places, right, hint)
         follow_experts(lab, what, own, lie, arriving.sum(0), seed)
     return "Hugging Face's own experts, some without rows, a rank without experts: gradients exact"
@@ -197,11 +197,9 @@ def follow_experts(lab, what, own, lie, sizes, seed):
         halves = module.gate_up_proj.data.chunk(2, 1)
         module.gate_up_proj.data = torch.cat(halves[::-1], 1)
         swapped = module(rows, index, ones)
-        plain = module.act_fn
         module.gate_up_proj.data = torch.cat(halves, 1)
         module.act_fn = nn.Identity()
         linear = module(rows, index, ones)
-        module.act_fn = plain
     hints = {"gate's rows are above up's, and silu is for the gate": swapped.detach()}
     hints["silu of the gate, times up"] = linear.detach()
     close(f"{what}: the outputs", mine.detach(), out.detach(), hints, hint)
@@ -218,10 +216,8 @@ BLOCKS = [  # family, experts, k, tokens of each rank: of 2, 3, 4 ranks
 ]
 
 
-SENDS = (
-    "a row's token is order // k; sends and receives have a number for each rank, of this call's"
-)
-SENDS += " sizes; on the way back they change places"
+SENDS = "a row's token is order // k; sends and receives have a number for each rank, of the "
+SENDS += "shares() experts that it holds, of this call's sizes; on the way back they change places"
 
 
 def check_block(lab, world, seed):
@@ -336,7 +332,7 @@ def check_capacity(lab, group, seed):
         right, early = (experts.masked_fill(~mask, count).tolist() for mask in masks)
         expect_same(f"{what}: weights or experts", [weights, experts], before)
         hint = f"of each expert's choices the {capacity} with the largest weights stay"
-        hint += ", not the first" if found.tolist() == early else ""
+        hint += ", not the first" if found.tolist() == early else ", so many if it has them"
         expect_list(what, found, right, f"{hint}; the others get the number {count}")
     lost = check_dropped_model(lab, group, seed)
     return f"the heaviest stay; {lost} tokens come back as their residual alone, gradients exact"

@@ -40,10 +40,10 @@ None].clamp(min=torch.finfo(s.dtype).min) -> None]  # inf - inf where no key is 
 (s - finite).exp() -> s.exp()  # divide by the sum of exp(scores)
 (s - finite).exp() -> s.exp() / s.exp().sum(-1, True)  # exp() of a large score is infinite
 s.logsumexp(-1) -> s.exp().sum(-1)  # the log of the sum, not the sum
-s.logsumexp(-1) -> s.amax(-1)  # the sum of exp(scores), not the largest score
+s.logsumexp(-1) -> s.amax(-1)  # divide by the sum of exp(scores), not by the largest of them alone
 s.logsumexp(-1) -> (s.logsumexp(-1) - s.amax(-1))  # a peak that was taken off is added back
 = scores( -> = q.shape[-1] ** -0.5 * scores(  # scores() has divided by sqrt(d)
-out[..., rows, :] is the softmax times v, lse[..., rows] the log of the sum of exp(scores)
+out is the softmax times v, lse the log of the sum of exp(scores), whose exp() may be infinite
 == merge
 finite = lse.clamp(min=torch.finfo(lse.dtype).min) -> finite = lse  # inf - inf where no key is seen
 torch.logaddexp(lse1, lse2) -> (lse1.exp() + lse2.exp()).log()  # exp(lse): take a peak off first
@@ -66,6 +66,7 @@ keys, :] += -> keys, :] =  # a key is in many tiles: add to what is there
 ds @ k_seen -> math.sqrt(q.shape[-1]) * ds @ k_seen  # scores were divided by sqrt(d)
 - delta[..., rows, None] ->  # take delta off
 - delta -> + delta  # take delta off
+delta[..., rows, None] -> (do_tile * (p @ v_seen[:, :, None])).sum(-1, True)  # take delta as given
 ds = p * -> ds =  # ds = p (dout v^T - delta)
 (p.mT @ do_tile) -> (ds.mT @ do_tile)  # dv = p^T dout
 dv = p^T dout, ds = p (dout v^T - delta) / sqrt(d), dq = ds k, dk = ds^T q, of this tile's rows
@@ -99,7 +100,8 @@ def check_positions(lab, group, seed):
             expect(isinstance(mine, torch.Tensor), f"positions() is {kind}", "return a tensor (n,)")
             if mine.tolist() != right:
                 hint = usual_hint(MISTAKES, finished.positions, args, mine)
-                raise Wrong(f"{placement}: rank {rank} of {world} holds {mine.tolist()}", hint)
+                what = f"{placement}: rank {rank} of {world} holds"
+                raise Wrong(f"{what} {mine.tolist()}, not {right}", hint)
     return f"1 to 7 ranks, the last of {length} tokens: each token once"
 
 
@@ -113,9 +115,9 @@ def check_work(lab, group, seed):
         mine, name = lab.work(*args), f"work of {world} ranks, {placement}"
         kind = type(mine).__name__
         expect(isinstance(mine, torch.Tensor), f"{name} is a {kind}", "return a (P, P) tensor")
-        if mine.tolist() != met[r, (r - t) % world].tolist():
+        if mine.tolist() != (right := met[r, (r - t) % world].tolist()):
             hint = usual_hint(MISTAKES, finished.work, args, mine)
-            raise Wrong(f"{name} is {mine.tolist()}", hint)
+            raise Wrong(f"{name} is {mine.tolist()}, not {right}", hint)
     ranks = [lab.work(4096, 4, placement).sum(1) for placement in PLACEMENTS]
     spread = [(pairs.max() / pairs.min().clamp(min=1)).item() for pairs in ranks]
     contiguous, zigzag = (f"{x:.3g}" for x in spread)
@@ -162,10 +164,10 @@ def check_attend(lab, group, seed):
         least = 4 * q[..., 0, :].numel() * pairs  # 2 matmuls of multiply and add
         hint = "multiply only keys that are seen"
         expect(counted <= least, f"{counted} operations; {least} do", hint)
-        right_out, right_lse, _ = softmax_attention(large, k, v, q_pos, pos)
+        right_out, right_lse, s = softmax_attention(large, k, v, q_pos, pos)
         args = large, k, v, q_pos, pos
         usual = MISTAKES, finished.attend, args
-        error = close_or_usual("out", out, right_out, *usual, 0)
+        error = close_or_usual(f"out of scores up to {s.max():.0f}", out, right_out, *usual, 0)
         expect_lse(lse, right_lse, *usual)
         worst = max(worst, error)
     none = right_lse.isinf().sum()

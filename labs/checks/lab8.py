@@ -29,6 +29,7 @@ MESHES = CUBE, TALL, DEEP
 MISTAKES = """
 == grad_norm
 name != "dp") -> name not in ("dp", "kv"))  # a KV head that two ranks hold is counted twice
+/ copies -> * (groups["dp"].rank() == 0)  # dp is no part of it: each replica has a groups["model"]
 if name != "dp") -> )  # groups["model"] is one replica: dp divides nothing
 groups["model"]).sqrt() -> groups["model"])  # the norm is the root of the sum of squares
 all_reduce(squares, groups["model"]) -> squares  # one rank's share: sum over groups["model"]
@@ -133,7 +134,7 @@ def check_loss_scale(lab, group, seed):
     hint = "a mean of the microbatches' means weights a target by how few others it has beside it"
     hints = {hint: means, f"{hint}; and they are added up undivided": 4 * means}
     hints["the sum is not divided by count"] = whole * total
-    hints["count is that of all microbatches and replicas already"] = whole / 2
+    hints["count has all replicas' targets already, and the ranks of tp the same sum"] = whole / 2
     loss = all_reduce(parts.detach(), groups["dp"])
     hint = "token_loss() over groups['tp'], divided by count"
     error = expect_close("the sum of all parts", loss, whole, hints=hints, hint=hint)
@@ -296,11 +297,10 @@ def check_clip(lab, group, seed):
         case = f"norm {norm:.1f}, at most {most:.1f}"
         for p, mine, wanted, f in zip(model.parameters(), given, right, full):
             expect(p.grad is mine, f"{case}: .grad is another tensor", "in place: mul_")
-            apart = "each tensor is clipped by itself: the gradient points elsewhere"
             hints = {
                 "gradients that are small enough stay as they are": f * (most / norm.float()),
                 "that clips by the norm of what this rank holds": f * (most / own).clamp(max=1),
-                apart: f * (most / f.norm()),
+                "each tensor is clipped by itself, not all by one factor": f * (most / f.norm()),
                 "nothing is clipped": f,
             }
             what, hint = f"{case}: a gradient", "times most / norm, where that is less than 1"

@@ -4,7 +4,7 @@ import itertools
 import weakref
 
 import torch
-from checks.compare import mistaken
+from checks.usual import usual_hint
 from harness import LABS, Wrong, expect, load
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -58,51 +58,32 @@ def check_predict(lab, group, seed):
                 what = f"{key} of {sizes}, {tokens} tokens of {itemsize} bytes, {recompute}, tile "
                 what += f"{tile}, chunk {chunk}"
                 if found[key] != value:
-                    hint = peak_hint(key, found[key], config, call)
-                    raise Wrong(f"{what}: {found[key]}, not {value}", hint)
+                    usual = MISTAKES, finished.predict_peak, (config, *call), found[key], key
+                    raise Wrong(f"{what}: {found[key]}, not {value}", usual_hint(*usual))
     return "512 steps: weights, what is kept, and the peak, to the byte"
 
 
-PEAK = [  # what is usually forgotten: a hint, a part of predict_peak(), what stands there instead
-    ("bytes: times itemsize", " * itemsize", ""),
-    ("bytes: times itemsize", " * itemsize", " * 4"),
-    ("tied embeddings are one matrix", "(1 if config.tie_word_embeddings else 2)", "2"),
-    ("an untied head has weights of its own", "(1 if config.tie_word_embeddings else 2)", "1"),
-    ("a layer has two norms", "+ 2 * h\n", "\n"),
-    ("the last norm has weights, too", "L * layer + h", "L * layer"),
-    ("of all L layers, not of one", "kept = L * ", "kept = "),
-    ("each layer's input is kept, besides what it saves", "h + saved)", "saved)"),
-    ("logits, softmax and its gradient: 3 v a token", "3 * v", "2 * v"),
-    ("logits, softmax and its gradient: 3 v a token", "3 * v", "v"),
-    ("of a chunk's tokens alone", "min(chunk, tokens)", "tokens"),
-    ("a tile has no more tokens than there are: min()", "min(tile, tokens)", "tile"),
-    ("a chunk has no more tokens than there are: min()", "min(chunk, tokens)", "chunk"),
-    ("of the MLP a tile alone has 7 i", "min(tile, tokens)", "tokens"),
-    (
-        "attention's backward, or the MLP's: the larger",
-        "max(tokens * 5 * h, tokens",
-        "(tokens * 5 * h + tokens",
-    ),
-    (
-        "attention's backward, or the MLP's: the larger",
-        "max(tokens * 5 * h, tokens * 2 * h",
-        "(tokens * 5 * h",
-    ),
-    ("the loss, or a layer's backward: the larger of them", "max(logits, working)", "logits"),
-    ("the loss, or a layer's backward: the larger of them", "max(logits, working)", "working"),
-    ("loss and layer are never alive together: no sum", "max(logits, working)", "logits + working"),
-    ("what is recomputed is there again", "working += tokens * saved", "pass"),
-]
-OTHERWISE = {
-    "weights": "q, k, v, o: 4 h h; gate, up, down: 3 h i; two norms a layer, and one",
-    "kept": "block: each layer's input; none: that, and all that each layer saves",
-    "peak": "in a layer's backward: what is saved, and on top what the docstring says",
-}
-
-
-def peak_hint(key, found, config, call):
-    """What a part of predict_peak() that is wrong comes of."""
-    for hint, ours, theirs in reversed(PEAK):
-        if mistaken(finished.predict_peak, (ours, theirs))(config, *call)[key] == found:
-            return hint
-    return OTHERWISE[key]
+MISTAKES = """
+== predict_peak
+working += tokens * saved -> pass  # what is recomputed is there again
+max(logits, working) -> logits + working  # loss and layer are never alive together: no sum
+max(logits, working) -> working  # the loss, or a layer's backward: the larger of them
+max(logits, working) -> logits  # the loss, or a layer's backward: the larger of them
+max(tokens * 5 * h, tokens * 2 * h -> (tokens * 5 * h  # attention's or the MLP's: the larger
+max(tokens * 5 * h, tokens -> (tokens * 5 * h + tokens  # attention's or the MLP's: the larger
+min(tile, tokens) -> tokens  # of the MLP a tile alone has 7 i
+min(chunk, tokens) -> chunk  # a chunk has no more tokens than there are: min()
+min(tile, tokens) -> tile  # a tile has no more tokens than there are: min()
+min(chunk, tokens) -> tokens  # of a chunk's tokens alone
+3 * v -> v  # logits, softmax and its gradient: 3 v a token
+3 * v -> 2 * v  # logits, softmax and its gradient: 3 v a token
+h + saved) -> saved)  # each layer's input is kept, besides what it saves
+kept = L * -> kept =  # of all L layers, not of one
+L * layer + h -> L * layer  # the last norm has weights, too
++ 2 * h ->  # a layer has two norms
+(1 if config.tie_word_embeddings else 2) -> 1  # an untied head has weights of its own
+(1 if config.tie_word_embeddings else 2) -> 2  # tied embeddings are one matrix
+ * itemsize -> * 4  # bytes: times itemsize
+ * itemsize ->  # bytes: times itemsize
+all parameters; each layer's input, or that and all it saves; the larger of loss and one layer
+"""

@@ -177,8 +177,8 @@ class Ring:
 MISTAKES = """
 == ring_forward
 held[rank], held[source]) -> held[rank], held[rank])  # positions are those of the keys' owner
-held[rank], held[source]) -> held[source], held[rank])  # first the positions of the own queries
 (rank - step) -> (rank + step)  # rank r has the keys of rank r - t: they travel to rank + 1
+held[rank], held[source]) -> held[source], held[rank])  # first the positions of the own queries
 pass_on(kv, -> pass_on(torch.stack([k, v]),  # send on the block that arrived, not the own one again
 kv = torch.stack([k, v]) -> kv = torch.stack([v, k])  # attend() takes K first, then V
 (rank - step) -> (rank - step - 1)  # in step 0 a rank has its own keys
@@ -189,14 +189,14 @@ merge(out, lse, * -> (  # merge() each part with those before: this is the last 
 merge() what attend() gives of each block, with the positions of its keys
 == ring_backward
 held[rank], held[source]) -> held[rank], held[rank])  # positions are those of the keys' owner
-held[rank], held[source]) -> held[source], held[rank])  # first the positions of the own queries
 (rank - step) -> (rank + step)  # rank r has the keys of rank r - t: they travel to rank + 1
+held[rank], held[source]) -> held[source], held[rank])  # first the positions of the own queries
 pass_on(kv, -> pass_on(torch.stack([k, v]),  # send on the block that arrived, not the own one again
 dq += mine_q -> dq = mine_q  # dq of the last step's keys alone: add up what all give
 in range(P): -> in range(1):  # dq of the own keys alone: add up what all steps give
 dkv += following() -> following()  # one rank's part: add it to the gradient that follows the block
 dkv += following() -> dkv = following()  # add this rank's part to the gradient that follows
-dk, dv = following() -> dk, dv = dkv; following()  # send home what this rank holds at last
+dk, dv = following() -> dk, dv = dkv; following()  # add, then send; send home what is held at last
 dk, dv = following() -> dv, dk = following()  # dk and dv are exchanged
 dq adds up what all steps give; a block's gradient is one step behind it, and adds up on its way
 """
