@@ -72,9 +72,7 @@ def follow_chunks(lab, head, b, s, chunk, seed):
         mine = tried(what, hint, lab.chunked_loss, head, hidden, labels, chunk)
         kept, peak = alive.now(), alive.peak
         nothing = "0 / 0: a chunk may be without targets; divide once, by all of them"
-        hint = (
-            "a token's target is the next one; all chunks' sums, divided by the number of targets"
-        )
+        hint = "the next token is the target; all chunks' sums, divided by the number of targets"
         close(what, mine, right.detach(), hints, hint if mine.isfinite() else nothing)
         expect(mine.requires_grad, f"{what} has no gradient", "no detach(), item() or no_grad()")
         found = gradients(mine, [hidden, head.weight])
@@ -206,10 +204,8 @@ def check_policy(lab, group, seed):
     hint = "row_parallel: a partial sum is as large as x of all ranks; is it the weight's _base?"
     last = "addmm's last argument is the weight, as mm's is"
     rest = "EXPENSIVE lists what is kept, by operation.name(); all else runs again"
-    same = (
-        "EXPENSIVE has operation.name(); a product is row parallel if its weight is (`is`) one of"
-    )
-    same += " these, not if numbers agree"
+    same = "EXPENSIVE has operation.name(); a product is row parallel if its weight is (`is`) one "
+    same += "of these, not if numbers agree"
     cases = [
         ("a product", True, same, aten.mm.default, x, column.weight.t()),
         ("a product with bias", True, same, aten.addmm.default, bias, x, column.weight.t()),
@@ -327,9 +323,7 @@ def follow_heads(lab, own, right, dout, d, chunks, group):
     kept = alive.now()
     if chunks == 1:
         hint = "attend() of all heads, in the group that is an argument"
-    hints = {
-        "chunk 0 first: heads stay in their order": torch.cat(right.chunk(chunks, -1)[::-1], -1)
-    }
+    hints = {"heads stay in their order": torch.cat(right.chunk(chunks, -1)[::-1], -1)}
     close(what, y.detach(), right, hints, hint)
     calls = traffic.ops.get("all_to_all", [0])[0]
     expect(calls == 4 * chunks, f"{what}: {calls} all-to-alls, not {4 * chunks}")

@@ -143,7 +143,8 @@ def stop_at(lab, first, second, old, new, stop, what):
         if what == "a power failure":
             disk.lose_power()
     after = f"{what} after {disk.log[-1] if disk.log else 'nothing'}"
-    hint = "the new index comes when every rank's file is there, the old files go after that"
+    hint = "the new index comes when every rank's file is there, by os.replace of a draft; "
+    hint += "the old files go after that"
     if what == "a power failure":
         hint = "os.fsync the draft, os.replace, sync_folder, and only then remove what is old"
     try:
@@ -161,13 +162,13 @@ def stop_at(lab, first, second, old, new, stop, what):
 
 MISTAKES = """
 == fill
-bytes_of(tensors[name]) -> bytearray(9999)  # the tensor stays as it was: a copy is filled
+bytes_of(tensors[name]) -> bytearray(9999)  # the tensor stays as it was: a copy is filled, or none
 ["pieces"]: -> ["pieces"][:1]:  # every piece may have some of a tensor's numbers
 tensors[name].itemsize -> 8  # a number has itemsize bytes
 tensors[name].itemsize -> 4  # a number has itemsize bytes
 piece["at"] + j * size -> piece["at"] + j  # j counts numbers, `at` bytes: itemsize of each
 i * size : (i + n) * size -> i : i + n * size  # i counts numbers, a view bytes: itemsize of each
-i * size : (i + n) * size -> i * size : n * size  # a view of n numbers ends at i + n
+i * size : (i + n) * size -> i * size : n * size  # all of overlap(); a view ends at i + n
 piece["at"] + j * size -> piece["at"]  # n numbers from the piece's j-th on
 piece["at"] + j -> piece["at"] + i  # from the piece's j-th number to this tensor's i-th
 i * size : (i + n) * size -> j * size : (j + n) * size  # to this tensor's i-th; j is the piece's
@@ -230,7 +231,7 @@ def check_verify(lab, group, seed):
         data, foreign = path.read_bytes(), other.read_bytes()
         middle = len(data) // 2
         flipped = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
-        fine = "crc32 goes on from block to block, until read() brings nothing"
+        fine = "crc32 goes on from block to block, and the size, until read() brings nothing"
         cases = {
             "as it was saved": (data, None, fine),
             "missing": (None, path, "Path(path).is_file()"),

@@ -11,7 +11,7 @@ import torch
 from checks.compare import raised, tried
 from checks.disk import on_turns
 from checks.ring import split
-from checks.usual import usual_hint
+from checks.usual import section, usual_hint, usual_results
 from harness import LABS, Wrong, expect, load
 
 finished = load(LABS / "lab13_checkpoints.py")
@@ -83,6 +83,7 @@ def read_full(folder):
     index = finished.read_index(folder)
     problem = finished.damage(folder, index, index["files"])
     hint = "index.json names each file as it was written; kinds has the shapes of a rank's tensors"
+    hint = "files that index.json names stay" if "missing" in str(problem) else hint
     expect(problem is None, problem, hint)
     full, layout = {}, {}
     for name, saved in index["tensors"].items():
@@ -119,7 +120,7 @@ return found -> return [pair for pair in found if pair[0]]  # (None, 0) where it
 min(end, mine + size) -> end  # the next rank has what lies behind mine + size
 first - begin, last -> first, last  # a Shard's offset counts in its own tensor
 begin = end -> begin = -(-end // world) * world  # the vector is padded, not each tensor
-Shard: what [rank c, rank c + c) of the flat vector has, c rounded up; at: from rank c to that
+what [rank c, rank c + c) has of each tensor, c rounded up, else (None, 0); at: from rank c to it
 == overlap
 a * mine.stride -> a * mine.length  # runs begin stride apart in the full tensor
 y, end - start -> y, mine.length  # n: only the numbers that both runs have
@@ -136,7 +137,7 @@ min(ranks, key=taken.__getitem__) -> ranks[0]  # the holder with the fewest numb
 min(ranks, -> min(reversed(ranks),  # of several such, the lowest rank
 taken[rank] += numbers -> taken[rank] += 1  # the fewest numbers so far, not the fewest pieces
 shard.length * shard.count -> shard.length  # a Shard has count runs of length numbers
-fewest holders first; each to the holder with the fewest numbers so far
+fewest holders first, else as they are met; each to the holder with the fewest numbers so far
 """
 
 
@@ -193,15 +194,15 @@ def check_overlap(lab, group, seed):
         if numbers != right or len(found) != len(runs):
             hint = usual_hint(MISTAKES, finished.overlap, pair, found, view=list)
             if [n for *_, n in found] == [n for *_, n in runs]:  # only positions are wrong
-                hint = "positions are in the ranks' own tensors: of each all runs before, its own "
-                hint += "length each, then how far into the run; not the full tensor's stride"
+                hint = "positions are in the ranks' own tensors, first mine, then theirs: all runs "
+                hint += "before, of that tensor's length, then how far into the run"
             raise Wrong(f"{pair[0]} and {pair[1]}: {found}, not {runs}", hint)
         count += len(found)
     return f"200 pairs of shards, {count} runs in common"
 
 
 def check_owners(lab, group, seed):
-    chosen = random.Random(seed)
+    chosen, cases = random.Random(seed), []
     for kind, world in LAYOUTS:
         layouts = []
         for layout in layouts_of(kind, SHAPES, world):  # each rank's in an order of its own
@@ -215,17 +216,19 @@ def check_owners(lab, group, seed):
         there = isinstance(found, dict) and found.keys() == right.keys()
         hint = "{(name, Shard): one rank that holds it}"
         expect(there, f"{what}: owners() returns {found}", hint)
+        cases.append((what, before, found, right))
+    for what, _, found, right in cases:
         for (name, shard), rank in right.items():
-            mine = found[name, shard]
-            if mine != rank:
-                hint = usual_hint(MISTAKES, finished.owners, (before,), found)
+            if (mine := found[name, shard]) != rank:
+                usual = [usual_results(MISTAKES, finished.owners, (b,)) for _, b, *_ in cases]
+                fits = [{h for h, x in xs if x == f} for xs, (_, _, f, _) in zip(usual, cases)]
+                hint = min(set.intersection(*fits), default=section(MISTAKES, finished.owners)[-1])
                 raise Wrong(f"{what}: rank {mine} saves {name}, not {rank}", hint)
     hole, twice = layouts_of("tp", SHAPES, 3), layouts_of("tp", SHAPES, 3)
     del hole[1]["o"]
     twice[0]["o"] = finished.whole(SHAPES["o"])
     for layouts, what in (hole, "a part of o on no rank"), (twice, "parts of o twice"):
-        hint = "add up the numbers of a tensor's pieces: they are those of its full shape"
         problem = raised(lab.owners, layouts, kind=lab.CheckpointError)
-        expect(problem is not None, f"{what} is accepted", hint)
+        expect(problem is not None, f"{what} is accepted", "pieces add up to the full shape")
         expect("o" in problem.split(":")[0].split(), f"{what}: {problem}", "name the tensor")
     return "every number has one owner, replicas are dealt out, a hole is refused"
