@@ -246,7 +246,7 @@ def follow_balance(lab, group, rank, tokens, layers, k, seed):
     hints |= {"E times the sum: even shares then give k": wanted / count}
     hints |= {"E times, once": wanted * count}
     hints = {hint: tensor.detach() for hint, tensor in hints.items()}
-    counted = "a share: choices of all layers and of the group's ranks, over all of these tokens"
+    counted = "sum of E p share; a share: choices of all layers and of the group's ranks, a token"
     otherwise = counted if loss.isfinite() else a_sum  # a mean of no tokens is not a number
     close(what, loss.detach(), wanted.detach(), hints, otherwise)
     total = loss.detach().clone()

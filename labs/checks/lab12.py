@@ -46,7 +46,7 @@ sent + received - 2 * stay -> sent + received  # what a rank keeps does not go o
 sent + received - 2 * stay -> sent + received - stay  # it stays on both ways, and in the backward
 sizes - 8 * held[rank] -> sizes  # the sizes for itself stay, too
 sizes - 8 * held[rank] + 2 * -> sizes - 8 * held[rank] +  # the backward goes over the wire, too
-sizes, and rows there and back, forward and backward; wire: no rows or sizes for its own experts
+int64 sizes; rows of h numbers there and back, backward too; wire: no sizes, rows for own experts
 """
 
 
@@ -78,7 +78,7 @@ def check_routing(lab, group, seed):
         expect(both, "route() does not return a pair", "(weights, experts)")
         weights, experts = found
         what = f"{family}, {k} of 7 experts, renormalise={renormalise}"
-        hint = "the k largest, the largest first: topk(k, -1) gives values and indices"
+        hint = "of a token's E probabilities the k largest, the largest first: topk(k, -1)"
         expect_list(f"{what}: experts", experts, chosen.tolist(), hint)
         plain = logits.softmax(-1).topk(k, -1).values
         hints = {"the probabilities are softmax's over all E experts": logits.topk(k, -1).values}
@@ -87,7 +87,7 @@ def check_routing(lab, group, seed):
         else:
             shared = "softmax over all E experts, and the k largest as they are: no sum of 1"
             hints[shared] = plain / plain.sum(-1, keepdim=True)
-        hint = "the probabilities; if renormalise, each divided by the sum of its token's k"
+        hint = "softmax over all E experts; if renormalise, divided by the sum of its token's k"
         close(f"{what}: weights", weights, right, hints, hint)
         hint = "the router learns through the weights: no detach()"
         expect(weights.requires_grad, f"{what}: the weights have no gradient", hint)
@@ -186,8 +186,7 @@ def follow_experts(lab, what, own, lie, sizes, seed):
     inputs, dy = [*weights, rows], drawn(seed + 1, len(lie), 16)
     before = [t.detach().clone() for t in inputs]
     hint = "down(silu(gate x) * up x), of each expert's own sizes[e] rows and two matrices"
-    call = rows, sizes, *weights
-    mine = tried(f"{what}: run_experts()", hint, lab.run_experts, *call)
+    mine = tried(f"{what}: run_experts()", hint, lab.run_experts, rows, sizes, *weights)
     expect_same(f"{what}: rows or weights", inputs, before)
     index = torch.tensor(sorted(lie), dtype=torch.long)[:, None]
     ones = torch.ones_like(index, dtype=rows.dtype)
@@ -205,8 +204,9 @@ def follow_experts(lab, what, own, lie, sizes, seed):
     close(f"{what}: the outputs", mine.detach(), out.detach(), hints, hint)
     hint = "also no rows belong to the graph, or the backward's all-to-alls wait for this rank"
     expect(mine.requires_grad, f"{what}: the output has no gradient", hint)
+    hint = "rows, gate_up and down all have gradients, none of them is detached"
     for name, a, b in zip(("gate_up", "down", "rows"), gradients(mine, dy, inputs), wanted):
-        close(f"{what}: the gradient of {name}", a, b if name == "rows" else b[:own])
+        close(f"{what}: the gradient of {name}", a, b if name == "rows" else b[:own], None, hint)
 
 
 BLOCKS = [  # family, experts, k, tokens of each rank: of 2, 3, 4 ranks
@@ -241,7 +241,7 @@ def check_block(lab, world, seed):
             tried(what, SENDS, ours, own.detach()[:, : tokens[rank] // 2])  # then other sizes
         with Float64(), Traffic() as traffic:
             out = tried(what, SENDS, ours, own)
-        hint = "rows come rank by rank: by_expert() before the experts, its argsort() behind them"
+        hint = "order // k; there; by_expert() before the experts, its argsort() behind them; back"
         hints = {"each row times the router's weights": plain[None].detach()}
         close(f"{what}: the output", out.detach(), right[:, mine].detach(), hints, hint)
         parameters = {"x": own, **dict(ours.named_parameters())}
@@ -320,7 +320,7 @@ def check_gradients(lab, group, seed):
 
 
 def check_capacity(lab, group, seed):
-    sizes = (9, 2, 4, 3), (6, 1, 5, 1), (0, 2, 3, 1), (4, 2, 3, 9), (3, 2, 2, 3)
+    sizes = (9, 2, 4, 3), (6, 1, 5, 1), (0, 2, 3, 1), (4, 2, 3, 9), (3, 2, 2, 3), (12, 3, 4, 4)
     for n, k, count, capacity in sizes:
         weights, experts = some_choices(seed, n, k, count)
         before, hint = [weights.clone(), experts.clone()], "fewer tokens than that: all stay"
