@@ -73,8 +73,8 @@ def follow_chunks(lab, head, b, s, chunk, seed):
         kept, peak = alive.now(), alive.peak
         nothing = "0 / 0: a chunk may be without targets; divide once, by all of them"
         hint = "the next token is the target; all chunks' sums, divided by the number of targets"
+        expect(getattr(mine, "requires_grad", True), f"{what}: no gradient", "no detach(), item()")
         close(what, mine, right.detach(), hints, hint if mine.isfinite() else nothing)
-        expect(mine.requires_grad, f"{what} has no gradient", "no detach(), item() or no_grad()")
         found = gradients(mine, [hidden, head.weight])
     for name, x, y in zip(("hidden", "head"), found, wanted):
         hint = "each chunk runs again with its own hidden and targets; nothing is detached"
@@ -297,7 +297,7 @@ def check_chunks_of_heads(lab, group, seed):
         close(f"{chunks} chunks of heads: dx", grads[0], wanted[0][:, mine], None, hint)
         for name, a, b in zip("qkv", grads[1:], wanted[1:]):  # each rank has a part of it
             dist.all_reduce(a, group=group)
-            hint = "attend() takes the weights of q, k, v in this order"
+            hint = "a chunk's own weights of q, k, v in this order, none of them detached"
             close(f"{chunks} chunks of heads: the gradient of {name}_weight", a, b, None, hint)
     hints = "one chunk after another, each of them freed before the next"
     hints = hints, "a checkpoint for each chunk: one for all of them makes all again at once"

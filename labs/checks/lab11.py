@@ -29,7 +29,7 @@ MISTAKES = """
 3 * model.layers -> model.layers  # the forward alone: the backward has two matmuls for each
 6 * model. -> 2 * model.  # the forward alone: the backward has two matmuls for each
 6 * model. -> 3 * model.  # a multiplication and an addition are two operations
-(2 * length -> (length  # without the mask's half; the convention counts every position
+(2 * length -> (length  # half: two products; the convention counts every position
 model.layers * ->  # of all layers, not of one
 hidden) -> hidden * model.kv_heads / model.heads)  # every query head multiplies
 hidden) -> hidden / model.heads)  # every query head multiplies
@@ -86,7 +86,7 @@ way == "row" -> way != "row"  # row and column are exchanged
 - matmul) -> - matmul / tp)  # in the backward whole matmuls hide a column's messages
 of each message of the table what is longer than what it runs beside, at least 0
 == host_gap
-return forward -> return max(0, host-device); forward  # forward and backward apart, each at least 0
+forward + backward -> max(0, host - device)  # forward and backward apart: 1/3 and 2/3, each >= 0
 return forward -> return max(forward, backward); forward  # both may wait: the sum
 return -> return device +  # how long the device waits, not how long it takes in all
 device * 2 -> device  # the forward has a third of the device's work, the backward two
@@ -257,7 +257,7 @@ def check_roofline(lab, group, seed):
 
 def check_ring(lab, group, seed):
     rng = random.Random(seed)
-    for ranks, in_node in (2, 2), (8, 8), (16, 8), (64, 4), (32, 1), (24, 8), (1, 1):
+    for ranks, in_node in (2, 2), (8, 8), (16, 8), (64, 4), (32, 1), (24, 8), (1, 1), (4, 2):
         message = rng.uniform(1e5, 1e10)
         compare(lab, "ring_seconds", message, ranks, in_node, some_cluster(rng))
     small, large = (1e3 * finished.ring_seconds(size, 16, 8, H100) for size in (1e3, 1e9))

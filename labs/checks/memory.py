@@ -67,8 +67,8 @@ MISTAKES = """
 == predict_peak
 working += tokens * saved -> pass  # what is recomputed is there again
 max(logits, working) -> logits + working  # loss and layer are never alive together: no sum
-max(logits, working) -> working  # the loss, or a layer's backward: the larger of them
-max(logits, working) -> logits  # the loss, or a layer's backward: the larger of them
+max(logits, working) -> working  # here the loss has more; yours is what a layer's backward has
+max(logits, working) -> logits  # here a layer's backward has more; yours is what the loss has
 max(tokens * 5 * h, tokens * 2 * h -> (tokens * 5 * h  # attention's or the MLP's: the larger
 max(tokens * 5 * h, tokens -> (tokens * 5 * h + tokens  # attention's or the MLP's: the larger
 min(tile, tokens) -> tokens  # of the MLP a tile alone has 7 i
@@ -85,5 +85,5 @@ L * layer + h -> L * layer  # the last norm has weights, too
 (1 if config.tie_word_embeddings else 2) -> 2  # tied embeddings are one matrix
  * itemsize -> * 4  # bytes: times itemsize
  * itemsize ->  # bytes: times itemsize
-all parameters; each layer's input, or that and all it saves; the larger of loss and one layer
+weights: 4 h h, 3 h i, norms, tables; kept: each layer's input, or all saved, too; peak: the larger
 """
