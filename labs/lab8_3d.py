@@ -278,7 +278,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         target_logit = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0)
         both = torch.stack([target_logit, shifted.exp_().sum(-1)])
         target_logit, sum_exp = all_reduce(both, group)
-        # Not saved as peak + log(sum_exp): its rounding swamps 1 - softmax where softmax nears 1
+        # Saved apart, since rounding of peak + log(sum_exp) would swamp a small 1 - softmax
         ctx.save_for_backward(logits, column, elsewhere, peak, sum_exp)
         return sum_exp.log() - target_logit
 

@@ -326,7 +326,7 @@ def test_a_message_exists_until_it_is_sent(ranks, put, complaint):
         assert set(run.codes) != {0} and complaint in run.output, run.output
 
 
-W_ADDS = "        self.weight.backward(dy.T @ x)  # of a leaf: adds to its .grad\n"
+W_ADDS = "        self.weight.backward(dy.T @ x)"
 W_OVERWRITES = "        self.weight.grad = None\n" + W_ADDS
 W_OVERWRITES_A_ROW = "        if len(self.weight) == 1:\n    " + W_OVERWRITES
 
