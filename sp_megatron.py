@@ -858,9 +858,7 @@ def find_model(name):
     except Exception as problem:  # of many kinds
         raise UsageError(f"cannot read {name}: {type(problem).__name__}: {problem}") from None
     if config is None:
-        others = "scale logits (granite, gemma), fuse matrices (phi3, glm), have experts (lab 12), "
-        others += "norm all heads together (olmo2, taken by sp_ulysses.py, pp.py) or are not proved"
-        would = f"{', '.join(FAMILIES)} would do; others {others}"
+        would = f"{', '.join(FAMILIES)} would do (sp_ulysses.py and pp.py also take olmo2)"
         raise UsageError(f"{name} is a model of type {family}; {would}")
     if "quantization_config" in entries or (path / "adapter_config.json").exists():
         raise UsageError(f"{name} is quantized or has an adapter; plain weights would do")

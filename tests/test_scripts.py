@@ -169,7 +169,7 @@ REFUSED = [
     (3, "sp_ulysses.py --model two_kv", "; 1, 2, 4, 6, 8, 10, 12 ranks would work"),
     (4, "tp.py --model own_kv", "12 heads with 3 KV heads cannot be split over 4 ranks; 1, 2, 3"),
     (3, "tp.py --dtensor", "; 4 would, or no --dtensor"),
-    *((2, f"{s} --model olmo2", "(olmo2, taken by sp_ulysses.py, pp.py)") for s in TP),
+    *((2, f"{s} --model olmo2", "(sp_ulysses.py and pp.py also take olmo2)") for s in TP),
     (2, "pp.py --schedule interleaved --virtual-stages 5",
      "8 layers cannot fill 10 stages, 5 a rank; --nproc_per_node 1 or fewer would do"),
 ]  # fmt: skip

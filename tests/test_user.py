@@ -11,7 +11,7 @@ from forks import STRATEGIES, run_script
 
 DIFF = 359  # lines of `diff tp.py sp_megatron.py`
 BUDGETS = {  # lines; nobody adds without taking something away
-    "tp.py": 936, "sp_megatron.py": 984, "sp_ulysses.py": 919, "pp.py": 1174,
+    "tp.py": 934, "sp_megatron.py": 982, "sp_ulysses.py": 917, "pp.py": 1172,
     "oom_search.py": 900, "sp_layout_sim.py": 800, "labs/break_it.py": 421, "tests/*.py": 7946,
     "tests/answers/*.txt": 2624,
 }  # fmt: skip
