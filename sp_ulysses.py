@@ -668,6 +668,7 @@ class Meter(TorchDispatchMode):
     tensors alive (for CPUs). A message has the full tensor's bytes; an all-to-all, its input's."""
 
     OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+    OPS += ("broadcast", "barrier")  # which no script sends
 
     def __init__(self):
         super().__init__()

@@ -40,8 +40,8 @@ def passes(ranks, world, command, model):
     assert run.codes == [0] * world and "FAIL" not in run.output, run.output
 
 
-ROPE = [(3, script, 16, LONGROPE) for script in STRATEGIES[:3]]  # padding would cross the switch
-ROPE += [(2, script, 24, DYNAMIC) for script in STRATEGIES]
+ROPE = [(3, script, 24, LONGROPE) for script in STRATEGIES[:3]]  # step 2's padding would cross it
+ROPE += [(2, script, 25, DYNAMIC) for script in STRATEGIES]
 ROPE += [(2, script, 40, LONGROPE) for script in STRATEGIES]
 
 
