@@ -238,7 +238,7 @@ def check(answers, exercise, seed=0, bug=None, timeout=60, compared=False):
     except Wrong as wrong:
         if wrong.hint == blame.HINTS["SIGABRT"] and not compared:  # torch may say which differ
             again = check(answers, exercise, seed, bug, timeout, compared=True)
-            return (False, wrong.found, wrong.hint) if again[0] else again
+            return (False, wrong.found, wrong.hint) if again[0] or "died" in again[1] else again
         return False, *blame.in_short(wrong, answers, how["apart"])
 
 

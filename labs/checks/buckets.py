@@ -46,10 +46,8 @@ def check_make_buckets(lab, group, seed):
         expect(all(mine), f"an empty bucket, of at most {most}", hint)
         flat = [places.get(id(p)) for bucket in mine for p in bucket]
         right = list(range(len(sizes)))[::-1]
-        found = f"buckets of at most {most}: not all parameters once, from the last to the first"
-        hint = "the backward reaches the last layer first: reversed()"
-        if flat == right[: len(flat)]:
-            hint = "the bucket that is not full when the loop ends is lost"
+        found = f"buckets of at most {most} have parameters {flat}, not {right}"
+        hint = "the last first, as the backward comes; none is lost, none moves to an earlier one"
         expect(flat == right, found, hint)
         totals = [sum(p.numel() for p in bucket) for bucket in mine]
         for bucket, total in zip(mine, totals):

@@ -105,7 +105,7 @@ def check_gather_from_sp_region(lab, group, seed):
     hints = {
         "y": {"ranks are joined along dim 0, tokens are dim 1": joined},
         "dx": {SUM: dys[rank][:, own], MEAN: wanted["dx"] / P},
-        "otherwise": "forward all tokens, joined along dim 1; backward own tokens of the sum",
+        "otherwise": "all-gather along dim 1; backward reduce-scatter: own tokens of the sum",
     }
     given = {"x": x[:, own].clone(), "dy": dys[rank]}
     error = run_and_compare(lambda x: lab.gather_from_sp_region(x, group), given, wanted, hints)
@@ -122,7 +122,7 @@ def check_reduce_scatter_to_sp_region(lab, group, seed):
         sent = {"forward": {"reduce_scatter": nbytes}, "backward": {"all_gather": nbytes}}
         wanted = {"y": y, "dx": dy, **sent, "kept": 0}
         hints = {"y": {SUM: tokens_of(xs[rank], group), MEAN: y / P}, "dx": {TOO_LARGE: P * dy}}
-        hints["otherwise"] = "forward own tokens of the sum; backward ctx.length tokens, gathered"
+        hints["otherwise"] = "reduce-scatter; backward all-gather: ctx.length tokens, as they are"
         given = {"x": xs[rank], "dy": tokens_of(dy, group)}
         error = run_and_compare(lambda x: region(x, group), given, wanted, hints)
     return f"own tokens of the sum, off by {error:.0e}; dx of all tokens; {nbytes} bytes each way"
@@ -167,7 +167,8 @@ def check_column_parallel_linear(lab, group, seed):
         linear, x, y, dx, dy = one_device(randn, tokens, uneven(), uneven(), bias)
         start, end = split(linear.out_features, group.rank(), P)
         part, weight = slice(start, end), linear.weight.detach()
-        layer = lab.ColumnParallelLinear.from_linear(linear, group, sequence_parallel=parallel)
+        hint = "weight (out, in), bias: rows split(out, rank, P); x enters once, by f or g"
+        layer = tried("it", hint, lab.ColumnParallelLinear.from_linear, linear, group, parallel)
         given = {"x": x, "dy": dy[..., part].clone()}
         wanted = {"y": y[..., part], "dx": dx, "forward": {}, "backward": {"all_reduce": x.nbytes}}
         lacking = given["dy"] @ weight[part]  # dx through this rank's part alone
@@ -177,7 +178,7 @@ def check_column_parallel_linear(lab, group, seed):
             wanted["forward"] = {"all_gather": gathered}
             wanted["backward"] = {"all_gather": gathered, "reduce_scatter": gathered}
         hints = {"y": {"the bias is missing": x @ weight[part].T}, "dx": {SUM: lacking}}
-        hints["otherwise"] = "weight, bias: rows split(out, rank, P); x enters once, by f or g"
+        hints["otherwise"] = hint
         run = partial(first_tokens, layer, tokens)
         worst = max(worst, run_and_compare(run, given, wanted, hints))
         expect_parts(layer, linear, {"weight": part, "bias": part})
@@ -190,7 +191,8 @@ def check_row_parallel_linear(lab, group, seed):
     for parallel, bias in itertools.product([False, True], [False, True]):
         linear, x, y, dx, dy = one_device(randn, tokens, uneven(), uneven(), bias)
         start, end = split(linear.in_features, rank, P)
-        layer = lab.RowParallelLinear.from_linear(linear, group, sequence_parallel=parallel)
+        hint = "columns split(in, rank, P); no f for x; the partial sum leaves, rank 0's with bias"
+        layer = tried("it", hint, lab.RowParallelLinear.from_linear, linear, group, parallel)
         given = {"x": x[..., start:end].clone(), "dy": dy}
         wanted = {"y": y, "dx": dx[..., start:end]}
         wanted |= {"forward": {"all_reduce": y.nbytes}, "backward": {}}
@@ -200,8 +202,7 @@ def check_row_parallel_linear(lab, group, seed):
             wanted |= {"forward": {"reduce_scatter": P * share.nbytes}, "y": share[:, :count]}
             wanted |= {"backward": {"all_gather": P * share.nbytes}}
             given["dy"] = dy = tokens_of(dy, group)[:, :count]
-        hints = {"dx": {TOO_LARGE: P * wanted["dx"]}}
-        hints["otherwise"] = "columns split(in, rank, P); a partial sum, rank 0's with bias, leaves"
+        hints = {"dx": {TOO_LARGE: P * wanted["dx"]}, "otherwise": hint}
         if bias:
             more = (P - 1) * linear.bias.detach()
             hints["y"] = {"the bias is added on every rank": wanted["y"] + more}
@@ -354,7 +355,10 @@ def check_cross_entropy_backward(lab, group, seed):
         given = {"x": logits[..., start:end].clone(), "dy": dy}
         how = {"target": target, "group": group, "label_smoothing": smoothing}
         loss = partial(lab.vocab_parallel_cross_entropy, **how)
-        hints = {"dx": hints, "otherwise": "(softmax - q) times each token's grad"}
+        hint = (
+            "(softmax - q) times each token's grad; q: 1 - smoothing at the target, + smoothing / v"
+        )
+        hints = {"dx": hints, "otherwise": hint}
         worst = max(worst, run_and_compare(loss, given, wanted, hints))
     return f"d loss / d logits, off by {worst:.0e}, smoothed or not; nothing sent"
 

@@ -234,6 +234,9 @@ def check_uneven_batches(lab, group, seed):
         hint = "the sum of all ranks' gradients, divided by the number of all their sequences"
         finite = result is not None and result.isfinite().all()
         expect(finite, f"the weight is {result}", "so many steps as the longest, and not one more")
+        everyone = on_every_rank(result.tolist(), group)
+        same = "every rank takes every step, with the same sum, also one that has no batch"
+        expect(everyone[0] == everyone[1], f"the ranks' weights differ: {everyone}", same)
         error = expect_close("the weight", result, right, hints=hints, hint=hint)
     return f"2 and 4 batches, 3 and none: weight off by {error:.0e}"
 

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from checks import buckets
-from checks.compare import tried
-from checks.link import Link
+from checks.compare import expect_same, tried
+from checks.link import Link, expect_order
 from checks.tools import Kept
 from harness import LABS, Wrong, expect, expect_close, load
 
@@ -98,16 +98,6 @@ def kept_storages(layer, function, group):
     return y, kept.storages
 
 
-def expect_order(log, wanted):
-    """Raise Wrong unless the log has, for each (first, then, hint), first before then."""
-    order = [what for what, _, _ in log]
-    for first, then, hint in wanted:
-        for what in first, then:
-            expect(what in order, f"no '{what}' in the backward: {', '.join(order)}", hint)
-        found = f"'{then}' is before '{first}': {', '.join(order)}"
-        expect(order.index(first) < order.index(then), found, hint)
-
-
 def expect_moved(link, nbytes, ops):
     """Raise Wrong unless the link carried each of ops once, with so many message bytes in it."""
     moved, wanted = link.traffic.ops, {op: [1, nbytes] for op in ops}
@@ -140,9 +130,7 @@ def expect_same_as_one_device(layer):
         hint = "memory of BUFFER is the next layer's: never keep or return it"
         late = "read before it had arrived: wait() for it first"
         expect_close(f"{name}, after another layer's turn,", mine, right, 1e-5, {hint: mine}, late)
-    names = zip(["x", "weight", "dy"], (layer.x, layer.weight, layer.dy), layer.given)
-    for name, now, before in names:
-        expect(torch.equal(now, before), f"{name} is overwritten", "a collective works in place")
+    expect_same("x, weight or dy", (layer.x, layer.weight, layer.dy), layer.given)
     return worst
 
 
@@ -211,9 +199,7 @@ def check_memory_buffer(lab, group, seed):
     expect(old is not None, found, "the key is (name, dtype), the value a flat tensor")
     old, first, small = weakref.ref(old), None, None
     large = get(a + 1, b, c)
-    expect(
-        old() is None, "memory that was too small is kept, or too large", "the largest asked for"
-    )
+    expect(old() is None, "memory that was too small is kept", "the largest asked for, alone")
     held = large.untyped_storage().nbytes()
     expect(held == large.nbytes, f"{held} bytes are held for {large.nbytes}", "the largest alone")
     expect(get(a, c).data_ptr() == large.data_ptr(), "it shrinks again", "it only grows")
@@ -248,8 +234,7 @@ def check_accumulation_fusion(lab, group, seed):
     expect_close("dW without main_grad", mine, alone, 1e-2, hint="dW (o/P, h) = grad^T x")
     expect(mine.dtype == x.dtype, f"dW is {mine.dtype}", "without main_grad in the dtype of x")
     lab.weight_gradient(grad, x, main_grad.clone())
-    same = torch.equal(grad, given[0]) and torch.equal(x, given[1])
-    expect(same, "grad or x is overwritten", "other parts of the backward read them")
+    expect_same("grad or x", (grad, x), given)
     weight.main_grad = main_grad
     for _ in range(batches):  # the same sign in all: as gradients are, and where bfloat16 stalls
         x, grad = randn(s, b, h).abs().bfloat16(), randn(s, b, o).abs().bfloat16()

@@ -185,14 +185,9 @@ def expect_order(lab, sizes, world):
     rows = torch.arange(sum(sizes))
     blocks = rows.split(sizes)
     right = torch.cat([block.view(world, -1) for block in blocks], 1).flatten()
-    spread = torch.cat([block.view(-1, world).T for block in blocks], 1).flatten()
-    start = torch.cat([(block - block[0]).view(world, -1) for block in blocks], 1).flatten()
-    hints = {
-        "a contiguous piece mixes the blocks: take a share of each": rows,
-        "a share is contiguous: whole heads stay together": spread,
-        "a block begins where the one before it ends": start,
-    }
-    case, hint = f"blocks of {sizes} rows on {world} ranks", "rank by rank, of each block its share"
+    hints = {"a contiguous piece mixes the blocks: take a share of each": rows}
+    case = f"blocks of {sizes} rows on {world} ranks"
+    hint = "rank by rank, of each block one contiguous share; a block begins where the last ends"
     order = tried(case, hint, lab.fused_order, sizes, world)
     kind = getattr(order, "dtype", type(order).__name__)
     expect(kind == torch.int64, f"{case}: the order is {kind}", "an int64 tensor: rows by number")
