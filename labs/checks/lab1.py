@@ -74,16 +74,12 @@ def on_a_ring(lab, function, *args):
     return out
 
 
-def exchange_cases(P):
-    """(places ahead, rows of each rank's x, dtype): forward, backward, pairwise and uneven."""
-    forward, backward = (1, [3] * P, torch.float32), (-1, [1 << 16] * P, torch.float64)
-    return forward, (2, [3] * P, torch.bfloat16), backward, (1, range(P), torch.float32)
-
-
 def check_exchange(lab, group, seed):
     late = "call work.wait() on both: gloo forgives a work that is thrown away, NCCL does not"
     rank, P, group = group.rank(), group.size(), subgroup(group, 10)  # if all wait, so long
-    for ahead, rows, dtype in exchange_cases(P):
+    forward, backward = (1, [3] * P, torch.float32), (-1, [1 << 16] * P, torch.float64)
+    others = (2, [3] * P, torch.bfloat16), backward, (1, range(P), torch.float32)
+    for ahead, rows, dtype in (forward, *others):  # rows of each rank's x
         to, source = (rank + ahead) % P, (rank - ahead) % P
         drawn = zip(rows, draw_all(seed, P, 3, 1 << 16))
         xs = [x[:, :n].T.to(dtype) for n, x in drawn]  # (n, 3), not contiguous

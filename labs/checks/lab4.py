@@ -101,7 +101,7 @@ def kept_storages(layer, function, group):
 def expect_moved(link, nbytes, ops):
     """Raise Wrong unless the link carried each of ops once, with so many message bytes in it."""
     moved, wanted = link.traffic.ops, {op: [1, nbytes] for op in ops}
-    expect(moved == wanted, f"[calls, bytes] moved: {moved}, not {wanted}", "all tokens, once")
+    expect(moved == wanted, f"[calls, bytes]: {moved}, not {wanted}", "all tokens, once; no dW, db")
 
 
 def weight_gradient_of(layer):
@@ -153,7 +153,7 @@ def check_layers(function, group, seed, way, order, forward, backward):
         expect(kept <= layer.x.nbytes, found, "keep the shard x, not the gathered one")
     for layer in reversed(layers):
         with Link(layer.gemms, delay=delay) as link:
-            hint = "backward returns dx, dW, db, None, each as large as forward's x, weight, bias"
+            hint = "dW is of all tokens; returned are dx, dW, db, None, as large as x, weight, bias"
             tried("the backward", hint, layer.out.backward, layer.dy)
             expect(layer.x.grad is not None, "dx is None", "backward returns it first")
             early = layer.x.grad.clone()  # before what was not waited for arrives
@@ -161,7 +161,8 @@ def check_layers(function, group, seed, way, order, forward, backward):
         expect_moved(link, shards * layer.x.nbytes, backward)
         hints = {"every rank's part of dx goes into the sum, before it is returned": layer.own_dx}
         hints["a sum over the ranks, not a mean"] = layer.dx / group.size()
-        worst = max(worst, expect_close("dx", early, layer.dx, hints=hints))
+        hint = "grad @ weight, summed over the ranks, in memory that no other message uses"
+        worst = max(worst, expect_close("dx", early, layer.dx, hints=hints, hint=hint))
         mine, hint = weight_gradient_of(layer), "dy^T x, both of all tokens"
         if not mine.isfinite().all():
             hint = "wgrad has read what a message is still writing: is dx in BUFFER, too?"
