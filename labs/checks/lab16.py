@@ -208,7 +208,7 @@ def check_mlp(lab, group, seed):
             near(f"{told}, {dtype}: out", mine["out"], right, hint)
             same_calls(told, others, calls, OF_BLOCK)
             as_alone(f"{told}, {dtype}", {"out": mine["out"]}, one, OF_BLOCK)
-            enter = "Enter in front: its backward sums over all blocks; Leave behind"
+            enter = "Enter in front gives each own block its x, and adds their gradients as a tree"
             as_alone(f"{told}, {dtype}", mine, one, enter)
     return "1, 2 and 4 ranks, float32 and bfloat16: the same products, the same bits, both ways"
 
@@ -274,8 +274,10 @@ def check_gradients(lab, group, seed):
             with Products() as products, Traffic() as traffic:
                 mine, grads = lab.gradients(batch, w, layout, 5, seed)
             same_calls(told, products.calls, calls, "one sequence at a time")
-            as_alone(f"{told}, {dtype}", {"the loss": mine}, {"the loss": loss}, hint)
-            as_alone(f"{told}, {dtype}", grads, right, hint)
+            divided = "the sequences' parts add up to the mean: nothing is to be divided"
+            times = [(divided, 1 / layout.dp.size())]
+            both = {"the loss": mine} | grads, {"the loss": loss} | right
+            as_alone(f"{told}, {dtype}", *both, hint, times)
             with Traffic() as least:
                 finished.gradients(batch, w, layout, 5, seed)
             found = f"{told}: messages {traffic.ops}, not {least.ops}"
@@ -301,7 +303,8 @@ def check_resume(lab, group, seed):
             dist.barrier(group)
             for told, layout in given:
                 told, right = f"{told} from dp {old[0]} x tp {old[1]}", own_part(whole, layout)
-                state = tried(told, "see new_state()", lab.resume, folder, layout)
+                hint = "other ranks may have written: blocks are in any of the files"
+                state = tried(told, hint, lab.resume, folder, layout)
                 expect({*state} == {*right}, f"{told}: {[*state]}, not {[*right]}", "all four")
                 expect(state["step"] == 7, f"{told}: step {state['step']}, not 7", "as saved")
                 for kind in "weights", "mean", "square":

@@ -8,6 +8,7 @@ import itertools
 import random
 
 import torch
+from checks.bits import Products
 from checks.compare import close, drawn, expect_same, tried
 from checks.muon import (
     COLLECTIVES,
@@ -15,7 +16,6 @@ from checks.muon import (
     FAMILIES,
     LAYOUTS,
     SHAPES,
-    Products,
     both_groups,
     dealt,
     expect_freed,
@@ -48,6 +48,7 @@ x.norm() -> torch.linalg.matrix_norm(x, 2)  # |matrix| is the root of the sum of
 x.norm() -> x.abs().max()  # (a + b A + c A A) X, of X divided by |matrix|: else it grows for ever
 x.norm() -> x.square().sum()  # |matrix| is the root of the sum of squares
 x.norm().clamp(min=TINY) -> (x.norm() + TINY)  # max(|matrix|, TINY), not their sum
+torch.addmm(gram, gram, gram, beta=b, alpha=c) -> (b + c * gram) * gram  # A A is a matrix product
 x.mT if tall else x) -> x)  # transpose it back
 matrix.mT if tall else matrix -> matrix  # of more rows than columns: transposed before and after
 X = a X + (b A + c A A) X, ITERATIONS times, of X X^T = A; the factor is orthogonalize()'s
@@ -69,6 +70,7 @@ sorted([shape[0] // blocks, shape[1]]) -> sorted(shape)  # of each block, and th
 blocks * ITERATIONS -> ITERATIONS  # of all blocks together
 blocks * ITERATIONS -> blocks  # in each of ITERATIONS
  2 * short**3, ->  # A A is a product, too
+ 2 * short**3 -> 2 * short * short * long  # both sides of A are the shorter one: A A has 2 short^3
 short, long = -> long, short =  # A has as many rows as the shorter side
 X X^T, A A, and that times X, of each block: A has as many rows as the block's shorter side
 == owners
@@ -84,6 +86,7 @@ max(matrix.sizes) -> sum(matrix.sizes) / len(matrix.sizes)  # padded: each count
 padded += largest * len(matrix.sizes) -> padded += largest  # all that comes, of P ranks
 in_and_out += matrix.shape[0] * matrix.shape[1] * width -> pass  # back go whole matrices, its own
 matrix.owner == rank -> False  # at the owner P parts, elsewhere one
+shape[1] * width -> shape[1] * width - 2 * width * matrix.own.numel()  # also what stays on the rank
 largest * len(matrix.sizes) -> largest * (len(matrix.sizes) - 1)  # also what stays on the rank
 in_and_out += matrix.own.numel() * width -> pass  # there go its parts of all
 in_and_out += matrix.own.numel() * width -> in_and_out += largest  # nothing is padded
@@ -226,7 +229,7 @@ def check_way(lab, group, seed, way, hint):
             found = tried(what, hint, *call)
         lab.orthogonalize = right
         expect_same("a part of an update", parts, given)
-        found = tensors_of(f"{what}", found, len(parts))
+        found = tensors_of(what, found, len(parts))
         for i, (mine, whole, matrix) in enumerate(zip(found, wholes, matrices)):
             dim, shape = matrix.dim, (*matrix.shape,)
             told = f"{what}: of a {shape} matrix with {matrix.sizes} {('rows', 'columns')[dim]}"
@@ -240,7 +243,9 @@ def check_way(lab, group, seed, way, hint):
             hints["by orthogonalize(), with its factor"] = (
                 wanted / max(1, shape[0] / shape[1]) ** 0.5
             )
-            other = "joined rank by rank along dim, without padding; back in the order of matrices"
+            other = f"joined rank by rank along dim, without padding; {hint}"
+            if isinstance(mine, torch.Tensor) and mine.shape != wanted.shape:
+                other = "of each matrix, in their order, sizes[rank] rows or columns, no padding"
             worst = max(worst, close(told, mine, wanted, hints, other, EXACT))
         expect_freed(what, found, matrices)
         expect_work(what, way, counter.get_total_flops(), matrices, rank)
@@ -254,7 +259,7 @@ def check_way(lab, group, seed, way, hint):
 
 
 def check_everywhere(lab, group, seed):
-    hint = "dist.all_gather() into a list of P tensors of padded()'s shape"
+    hint = "dist.all_gather() into a list of P tensors of padded()'s shape, each another one"
     return check_way(lab, group, seed, "everywhere", hint)
 
 
@@ -310,22 +315,25 @@ def expect_update(lab, seed):
     expect(len(asked) == 1, f"step() asks its way {len(asked)} times", "once, for all matrices")
     hints = {"momentum is a mean: (1 - beta) times the gradient": beta * first + grad}
     hints["beta and 1 - beta the other way round"] = beta * grad + (1 - beta) * first
-    close("step(): momentum", matrix.momentum, mean, hints, tolerance=EXACT)
+    hints["momentum changes once: the update is another tensor"] = update
+    hint = "beta momentum + (1 - beta) gradient"
+    close("step(): momentum", matrix.momentum, mean, hints, hint, EXACT)
     expect(matrix.momentum is momentum, "step(): momentum is another tensor", "change it in place")
     hints = {"Nesterov: the gradient once more": mean, "the gradient as it is": grad}
     hints["with the new momentum"] = beta * first + (1 - beta) * grad
     hints["a mean again: (1 - beta) times the gradient"] = grad + beta * mean
-    close("step(): the update", asked[0][0], update, hints, tolerance=EXACT)
+    close("step(): the update", asked[0][0], update, hints, f"{hint}, of the new one", EXACT)
     expect_same("a gradient", [matrix.own.grad], [grad])
     given = "the group", torch.bfloat16
     expect(asked[0][1:] == given, f"way() gets {asked[0][1:]}", "pass group and dtype on")
-    right = whole * (1 - lr * decay) - lr * 10 * update
+    right = whole * (shrunk := 1 - lr * decay) - lr * 10 * update
     hints = {"own first, times 1 - lr decay": whole - lr * 10 * update}
-    hints["scaled before, not after"] = (whole - lr * 10 * update) * (1 - lr * decay)
+    hints["own times 1 - lr decay before, not after"] = (whole - lr * 10 * update) * shrunk
     hints["times lr, too: 1 - lr decay"] = whole * (1 - decay) - lr * 10 * update
-    hints["the update is times lr"] = whole * (1 - lr * decay) - 10 * update
-    hints["subtract it"] = whole * (1 - lr * decay) + lr * 10 * update
-    close("step(): own", matrix.own.detach(), right, hints, tolerance=EXACT)
+    hints["the update is times lr"] = whole * shrunk - 10 * update
+    hints["subtract it"] = whole * shrunk + lr * 10 * update
+    hint = "(1 - lr decay) own - lr times what way() gives"
+    close("step(): own", matrix.own.detach(), right, hints, hint, EXACT)
 
 
 def check_step(lab, group, seed):

@@ -8,10 +8,9 @@ import torch.distributed as dist
 from checks.compare import drawn
 from checks.experts import Float64
 from checks.tools import subgroup
-from harness import LABS, Wrong, expect, load
+from harness import LABS, Wrong, expect, load, relative_error
 from torch import nn
 from torch.optim import AdamW, Muon
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 finished = load(LABS / "lab17_muon.py")  # not the learner's
@@ -62,19 +61,6 @@ def torchs(matrix, blocks=1):
         Muon(params, lr=1.0, weight_decay=0.0, momentum=0.0).step()
     expect(exact.casts == blocks, "torch.optim.Muon casts in another way: see checks/muon.py")
     return -torch.cat([p.detach() for p in params])
-
-
-class Products(TorchDispatchMode):
-    """Notes the dtypes that matrices are multiplied in."""
-
-    def __init__(self):
-        super().__init__()
-        self.dtypes = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._opname in ("mm", "addmm", "bmm", "baddbmm"):
-            self.dtypes |= {x.dtype for x in args if isinstance(x, torch.Tensor)}
-        return func(*args, **(kwargs or {}))
 
 
 def tiny(family, seed, **changes):
@@ -195,7 +181,7 @@ def model_errors(lab, family, layout, way, per_head, group, seed):
             losses.append(loss.item())
     errors = {}
     for name, matrix in zip(chosen, matrices):
-        errors[f"momentum of {name}"] = off(
+        errors[f"momentum of {name}"] = relative_error(
             matrix.momentum, right.momentum[name].split(matrix.sizes, matrix.dim)[rank]
         )
     errors["loss"] = max(abs(a - b) / b for a, b in zip(losses, right.losses))
@@ -203,21 +189,12 @@ def model_errors(lab, family, layout, way, per_head, group, seed):
         whole = right.weights[name]
         if layout == "ZeRO-1":
             start, end = finished.split(len(whole), rank, world)
-            errors[f"{name}, all of it"] = off(model.get_parameter(name).detach(), whole)
+            own_copy = model.get_parameter(name).detach()
+            errors[f"{name}, all of it"] = relative_error(own_copy, whole)
         else:
             _, start, end = part.shard or (0, 0, len(whole))
-        errors[name] = off(part.detach(), whole.narrow(dim, start, end - start))
+        errors[name] = relative_error(part.detach(), whole.narrow(dim, start, end - start))
     return errors
-
-
-def off(mine, right):
-    """||mine - right|| / ||right||; of nothing 0, of another shape infinite."""
-    if mine.shape != right.shape:
-        return float("inf")
-    if not right.numel():
-        return 0.0
-    error = ((mine - right).norm() / right.norm()).item()
-    return error if error == error else float("inf")
 
 
 def expect_model(lab, what, *case):
