@@ -6,6 +6,7 @@ import pytest
 from conftest import changed
 from learner import CHECKS, LABS, harness, run_lab
 from pytest import approx
+from torch.nn.attention.flex_attention import create_mask
 
 lab = harness.load(LABS["lab14"])
 
@@ -71,6 +72,18 @@ def test_mixtures(run):
             assert row["pairs"] < 1.1 and row["pairs"] <= rows[what, "in order"]["pairs"]
     assert rows["paragraphs", "in order"]["sent"] < 0.1 < rows["paragraphs", "by work"]["sent"]
     assert run[1] > 50_000
+
+
+def test_the_checks_mask_is_pytorchs():
+    lengths = [1, 1, 2, 3, 5, 8, 19]
+    document = lab.torch.arange(7).repeat_interleave(lab.torch.tensor(lengths))
+    for window in 3, 50:
+        right = create_mask(
+            lambda b, h, q, k, w=window: (q >= k) & (q - k < w) & (document[q] == document[k]),
+            *(1, 1, 39, 39),
+            device="cpu",
+        )
+        assert lab.torch.equal(CHECKS["lab14"].mask_of(lengths, window), right[0, 0])
 
 
 def test_the_checks_zigzag_is_pytorchs():

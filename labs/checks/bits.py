@@ -43,7 +43,7 @@ step, token -> 0 * step, token  # another mask in each step
  {layer}" -> "  # the name is f"{site} {layer}": another mask in each layer
  {layer}" -> {layer}"  # the name is f"{site} {layer}", with a space
 step, token[:, None] -> token[:, None], step  # step, token, feature in this order
-a new x, kept where uniform(..) >= DROP, over 1 - DROP; tokens of the batch, features from first on
+x / (1 - DROP) where uniform(seed, name, step, token, feature) >= DROP, of the batch's token numbers
 == batch_at
 EXAMPLES // B) -> EXAMPLES)  # EXAMPLES // B steps are an epoch
 "data", epoch -> "data", 0 * epoch  # another order in each epoch

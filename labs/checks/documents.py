@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from checks.usual import usual_hint
 from harness import LABS, Wrong, expect, load
-from torch.nn.attention.flex_attention import create_mask
 from torch.utils._pytree import tree_leaves, tree_map
 
 finished = load(LABS / "lab14_documents.py")  # not the learner's
@@ -158,18 +157,6 @@ def mask_of(lengths, window):
     if window is not None:
         blocks = [block.triu(1 - window) for block in blocks]
     return torch.block_diag(*blocks).bool()
-
-
-def pytorchs_mask(lengths, window):
-    """The same by PyTorch's flex_attention."""
-    document = document_of(lengths)
-
-    def seen(b, h, q, k):
-        near = True if window is None else q - k < window
-        return (k <= q) & (document[k] == document[q]) & near
-
-    s = len(document)
-    return create_mask(seen, 1, 1, s, s, device="cpu")[0, 0]
 
 
 def position_of(lengths):

@@ -1,8 +1,8 @@
 """Lab 14's checks, each of which runs on every rank, and the bugs that they have to catch.
 
 In float64, so that nothing but a mistake is off by more than EXACT. What is right comes from masks
-that are put together document by document, from PyTorch's own attention and mask, and from Hugging
-Face's models, which see one document at a time. See documents.py.
+that are put together document by document, from PyTorch's own attention, and from Hugging Face's
+models, which see one document at a time. See documents.py.
 """
 
 import random
@@ -28,7 +28,6 @@ from checks.documents import (
     packings,
     placements,
     position_of,
-    pytorchs_mask,
     short,
     unchanged,
     zigzag,
@@ -78,7 +77,7 @@ def check_mask(lab, group, seed):
         position, s = position_of(lengths), sum(lengths)
         for window in WINDOWS:
             told = f"{what}, window {window}"
-            mask = pytorchs_mask(lengths, window)
+            mask = mask_of(lengths, window)
             with unchanged(position=position):
                 first = lab.first_seen(position, window)
             right, args = first_of(lengths, window), (position, window)
@@ -88,7 +87,7 @@ def check_mask(lab, group, seed):
             with unchanged(q_at=q_at, k_at=k_at, first=right):
                 found = lab.visible(*args)
             expect_visible(told, found, mask[q_at][:, k_at], args)
-    return "with and without windows: what PyTorch's create_mask and a block-diagonal mask say"
+    return "with and without windows: what a block-diagonal mask says"
 
 
 def check_work(lab, group, seed):

@@ -32,6 +32,7 @@ from checks.muon import (
     tensors_of,
     tiny,
     torchs,
+    watched_exchange,
 )
 from checks.usual import close_or_usual, usual_hint
 from harness import Traffic, Wrong, expect
@@ -62,7 +63,8 @@ cut[0].shape[0] / cut[0].shape[1] -> cut[0].shape[1] / cut[0].shape[0]  # rows o
 chunk(blocks) -> chunk(1)  # each block for itself
 chunk(blocks) -> split(blocks)  # `blocks` blocks of m / blocks rows
 torch.cat( -> torch.stack(  # (m, n): the blocks one below the other
-consecutive rows are a block, which is a matrix of its own: its factor times newton_schulz() of it
+newton_schulz(block, dtype) -> newton_schulz(block, torch.bfloat16)  # pass dtype on
+a block of consecutive rows for itself: newton_schulz() times the root of (its rows / n), or 1
 == flops
 sum(products) -> sum(products) / 2  # a product of (i, j) and (j, k) has 2 i j k
 sorted([shape[0] // blocks, shape[1]]) -> [shape[0] // blocks, shape[1]]  # A is of the shorter side
@@ -224,11 +226,16 @@ def check_way(lab, group, seed, way, hint):
         given, what = [x.clone() for x in parts], f"{way}() of {count} on {world} ranks"
         traffic = Traffic()
         seen, right = watched(lab, traffic)
-        with traffic, FlopCounterMode(display=False) as counter:
+        counter, exchanges = FlopCounterMode(display=False), watched_exchange(lab, matrices, rank)
+        with traffic, counter, exchanges:
             call = getattr(lab, way), parts, matrices, each, DOUBLE
             found = tried(what, hint, *call)
         lab.orthogonalize = right
         expect_same("a part of an update", parts, given)
+        with Products() as products:
+            getattr(lab, way)(parts, matrices, each, torch.float32)
+        told = f"{what} in float32 multiplies {products.dtypes}"
+        expect(products.dtypes <= {torch.float32}, told, "pass dtype on")
         found = tensors_of(what, found, len(parts))
         for i, (mine, whole, matrix) in enumerate(zip(found, wholes, matrices)):
             dim, shape = matrix.dim, (*matrix.shape,)
@@ -240,9 +247,8 @@ def check_way(lab, group, seed, way, hint):
                 hints["not orthogonalized"] = given[i]
                 hints["in its blocks"] = torchs(whole).split(matrix.sizes, dim)[rank]
             hints = {text: x for text, x in hints.items() if not torch.equal(x, wanted)}
-            hints["by orthogonalize(), with its factor"] = (
-                wanted / max(1, shape[0] / shape[1]) ** 0.5
-            )
+            factor = max(1, shape[0] / shape[1]) ** 0.5
+            hints["by orthogonalize(), with its factor"] = wanted / factor
             other = f"joined rank by rank along dim, without padding; {hint}"
             if isinstance(mine, torch.Tensor) and mine.shape != wanted.shape:
                 other = "of each matrix, in their order, sizes[rank] rows or columns, no padding"
@@ -251,15 +257,11 @@ def check_way(lab, group, seed, way, hint):
         expect_work(what, way, counter.get_total_flops(), matrices, rank)
         expect_sent(what, way, traffic, matrices, rank)
         expect_order(what, way, seen, len(parts))
-        with Products() as products:
-            getattr(lab, way)(parts, matrices, each, torch.bfloat16)
-        seen = f"{what} in bfloat16 multiplies {products.dtypes}"
-        expect(products.dtypes <= {torch.bfloat16}, seen, "pass dtype on")
     return f"on 2 and 3 ranks off by {worst:.0e}; bytes, operations as predicted"
 
 
 def check_everywhere(lab, group, seed):
-    hint = "dist.all_gather() into a list of P tensors of padded()'s shape, each another one"
+    hint = "dist.all_gather() into P different tensors of padded()'s shape, then joined(), cut()"
     return check_way(lab, group, seed, "everywhere", hint)
 
 
@@ -274,7 +276,7 @@ def check_at_once(lab, group, seed):
 
 
 def check_bytes(lab, group, seed):
-    for world in 3, 4, 2, 1:
+    for world in 4, 3, 2, 1:
         for rank in range(world):
             matrices, _ = matrix_case(lab, rank, world, seed)
             for way in COLLECTIVES:
@@ -306,7 +308,7 @@ def expect_update(lab, seed):
         asked.append((parts[0].clone(), group, dtype))
         return [10 * part for part in parts]
 
-    how = {"decay": decay, "beta": beta, "dtype": torch.bfloat16}
+    how = {"decay": decay, "beta": beta, "dtype": torch.float16}
     lab.step([matrix, other], way, "the group", lr, **how)
     same = matrix.own.data_ptr() == kept
     expect(same, "step(): own has other memory", "in place: the model's parameters share it")
@@ -324,9 +326,10 @@ def expect_update(lab, seed):
     hints["a mean again: (1 - beta) times the gradient"] = grad + beta * mean
     close("step(): the update", asked[0][0], update, hints, f"{hint}, of the new one", EXACT)
     expect_same("a gradient", [matrix.own.grad], [grad])
-    given = "the group", torch.bfloat16
+    given = "the group", torch.float16
     expect(asked[0][1:] == given, f"way() gets {asked[0][1:]}", "pass group and dtype on")
-    right = whole * (shrunk := 1 - lr * decay) - lr * 10 * update
+    shrunk = 1 - lr * decay
+    right = whole * shrunk - lr * 10 * update
     hints = {"own first, times 1 - lr decay": whole - lr * 10 * update}
     hints["own times 1 - lr decay before, not after"] = (whole - lr * 10 * update) * shrunk
     hints["times lr, too: 1 - lr decay"] = whole * (1 - decay) - lr * 10 * update

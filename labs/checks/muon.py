@@ -1,7 +1,9 @@
 """Muon on one device by torch.optim.Muon, sharded matrices, small models: for lab 17."""
 
+import math
 from functools import cache
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -306,9 +308,28 @@ def expect_sent(what, way, traffic, matrices, rank):
     for op, nbytes in right.items():
         sent = traffic.bytes(op)
         found = f"{what}: {op} moves {sent} bytes, not {nbytes}"
-        expect(
-            sent == nbytes, found, "each part once, padded() to the largest" * (way != "at_once")
-        )
+        hint = "each part once, padded() to the largest" * (way != "at_once")
+        expect(sent == nbytes, found, hint)
+
+
+def watched_exchange(lab, matrices, rank):
+    """A context in which exchange() refuses other numbers than what goes to owners, and back."""
+    ranks, exchange = range(len(matrices[0].sizes)), lab.exchange
+    there = [sum(m.own.numel() for m in matrices if m.owner == r) for r in ranks]
+    own = [m for m in matrices if m.owner == rank]
+    back = [sum(math.prod(m.part_shape(r)) for m in own) for r in ranks]
+    rights = [(there, back), (back, there)]
+
+    def counting(sends, receives, *args):
+        found = [sum(x.numel() for x in xs) for xs in sends]
+        found = found, [sum(map(math.prod, shapes)) for shapes in receives]
+        right = rights.pop(0) if rights else ([], [])
+        numbers = f"exchange() sends and receives numbers {found} of the ranks, not {right}"
+        hint = "one message for all matrices there, one back: parts to their owners and from them"
+        expect(found == right, numbers, hint)
+        return exchange(sends, receives, *args)
+
+    return mock.patch.object(lab, "exchange", counting)
 
 
 def expect_work(what, way, counted, matrices, rank):

@@ -180,9 +180,8 @@ def expect_overlap(told, events, case, held, rank, busy):
 def expect_one(what, traffic, right):
     """Raise Wrong unless one all-to-all of so many bytes is all there was."""
     found = f"{what}: {traffic.ops}, and one all-to-all of {right} bytes would do"
-    expect(
-        traffic.ops == {"all_to_all": [1, right]}, found, "rows of c numbers, all in one message"
-    )
+    hint = "rows of c numbers, all in one message"
+    expect(traffic.ops == {"all_to_all": [1, right]}, found, hint)
 
 
 def expect_loss(lab, told, labels, own, group, seed):
