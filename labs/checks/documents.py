@@ -118,7 +118,7 @@ rows * (2 * g + 2) -> (rows * g + 2 * kv * len(held[rank]))  # the backward goes
  + (end - start) * len(first) ->  # the way back is of own heads of all tokens
 (end - start) * len(first) -> kv * len(held[rank])  # the way back is of own heads of all tokens
 (end - start) -> kv // P  # split() says how many heads a rank has
-(end - start) * len(first) -> (end - start) * (len(first) - 2 * len(held[rank]))  # also what stays
+ * len(first) ->  * (len(first) - 2 * len(held[rank]))  # what stays on the rank counts, too
  * itemsize ->  * 4  # a number has `itemsize` bytes
  * itemsize ->  * 8  # a number has `itemsize` bytes
 ring: k and v, of kv heads, there and their gradients back; Ulysses: g + 2 heads of d there, g back

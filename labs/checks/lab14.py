@@ -186,9 +186,9 @@ def check_ring_forward(lab, world, seed):
         steps = [finished.travels(held, (rank - t) % len(held), t, first) for t in range(len(held))]
         listed = isinstance(kept, list | tuple) and len(kept) == len(steps)
         expect(listed, f"{told}: kept is not a list of {len(held)}", "k and v of every step")
-        hint = "k and v as they were used in this step, stacked"
-        for at, mine in zip(steps, kept):
-            close(f"{told}: kept", mine, torch.stack([case.k, case.v])[:, :, at], None, hint)
+        for step, (at, mine) in enumerate(zip(steps, kept)):
+            right = torch.stack([case.k[:, at], case.v[:, at]])
+            close(f"{told}: kept[{step}]", mine, right, None, "k and v of this step, stacked")
         expect_sent(told, traffic, case, held, rank, 1)
         busy = [case.mask[own][:, at].any() for at in steps]
         expect_overlap(told, events, case, held, rank, busy)
