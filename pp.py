@@ -15,7 +15,7 @@ the forward of microbatch 0; B0 -- is its backward, which takes twice as long (t
 afab: all forward, all backward. Every rank keeps the activations of all M microbatches.
     rank 0   F0 F1 F2 F3 .  .  .  B0 -- B1 -- B2 -- B3 --
     rank 1   .  F0 F1 F2 F3 B0 -- B1 -- B2 -- B3 -- .  .
-1f1b: one forward, one backward. It takes as long, but keeps at most P microbatches' activations.
+1f1b: one forward, one backward. As long as afab, but at most P microbatches' activations.
     rank 0   F0 F1 .  .  B0 -- F2 B1 -- F3 B2 -- .  B3 --
     rank 1   .  F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .  .
 interleaved: a rank has V = 2 stages (rank 0 layers 0, 1, 4, 5; small letters are its second stage),
@@ -154,14 +154,14 @@ def one_f_one_b(rank, P, M, V=1):
 def interleaved(rank, P, M, V):
     """Interleaved 1F1B (Megatron-LM, arXiv 2104.04473): a rank's stages are rank, rank + P, ...
     A group of P microbatches goes through the rank's first stage, then through its second, and so
-    on; then the next group. A group of fewer than P is through a stage before its first is back
-    from the last rank, and the rank waits: so if P does not divide M > P, groups are larger. P = 2,
-    V = 2, M = 5: groups 0 1 2 and 3 4 (gaps: where the warmup and the steady state end)
+    on; then the next group. With fewer than P in a group a rank ends its first stage before
+    microbatch 0 is back from the last rank, and waits: so if P does not divide M > P, groups are
+    larger. P = 2, V = 2, M = 5: groups 0 1 2 and 3 4 (gaps: the ends of warmup and steady state)
         rank 0   F0 F1 F2 f0 f1   f2 b0 F3 b1 F4 b2 f3 B0 f4 B1   B2 b3 b4 B3 B4
         rank 1   F0 F1 F2   f0 b0 f1 b1 f2 b2 F3 B0 F4 B1 f3 B2 f4 b3   b4 B3 B4
     Warmup: the first group's forwards in all of the rank's stages but the last (here 3), and 2 more
-    for each later rank. Of these 1F1B has one, for a microbatch's way there, and waits while its
-    gradient comes back; the second fills that wait.
+    for each later rank. 1F1B has one of the two: it covers a microbatch's way to the last rank, and
+    the rank waits while the gradient comes back. Here the second fills that wait.
     """
     group_count = max(1, M // P)
     groups = [range(*split(M, i, group_count)) for i in range(group_count)]
@@ -178,8 +178,8 @@ def interleaved(rank, P, M, V):
 
 def zero_bubble(rank, P, M, V=1):
     """ZB-H1 (arXiv 2401.10241): 1F1B in which rank r runs W of microbatch m after B of m + r.
-    Right after an F it holds P microbatches: P - r that wait for their B, r for their W (with each
-    linear's x and dy). After its last B come r + 1 W, while ranks before it still have B to do."""
+    It holds at most P microbatches: P - r that wait for their B, r for their W (with each linear's
+    x and dy). After its last B come r + 1 W, while ranks before it still have B to do."""
     for action in one_f_one_b(rank, P, M):
         yield action
         if action.kind == "B" and action.microbatch >= rank:
@@ -239,8 +239,8 @@ def faults(schedules, stages, M):
     ran = {action for _, action, _, _ in simulate(schedules, stages, lambda action: 1)}
     left = [[action for action in actions if action not in ran] for actions in schedules]
     first = [(rank, actions[0]) for rank, actions in enumerate(left) if actions]
-    stuck = [f"rank {rank} with {action} of stage {action.stage}" for rank, action in first]
-    if stuck:
+    if first:
+        stuck = [f"rank {rank} with {action} of stage {action.stage}" for rank, action in first]
         return [f"deadlock: these wait for each other: {', '.join(stuck)}"]
     # NCCL's messages have no tags: they have to be received in the order in which they are sent
     for rank, kind in product(range(P), "FB"):
@@ -253,7 +253,7 @@ def faults(schedules, stages, M):
 
 
 def all_schedules(args, P):
-    """Every rank's list of actions, in the order in which it runs them; UsageError if it cannot."""
+    """Every rank's list of actions, in the order in which it runs them. Raises UsageError."""
     schedule, M, V = SCHEDULES[args.schedule], args.microbatches, args.virtual_stages
     schedules = [list(schedule(rank, P, M, V)) for rank in range(P)]
     for fault in faults(schedules, P * V, M):  # at most one; better said now than met as a hang
@@ -274,7 +274,7 @@ def bubble_formula(P, M, V, forward, backward, weights=0.0):
     if M < P or weights > min(forward, backward):
         return None
     busy = V * M * (forward + backward + weights)
-    waiting = (P - 1) * (forward + backward - weights)  # P - 1 W fill a part of it
+    waiting = (P - 1) * (forward + backward - weights)  # last rank: P - 1 W while it waits for B
     return waiting / (busy + waiting)
 
 
@@ -286,14 +286,14 @@ def most_in_flight(actions):
 
 
 def open_channels(group, stages, args):
-    """Two dicts {kind: (peer, process group)}: where an action of a kind receives its input from,
-    and where it sends its result. F sends to the next rank (the last to the first), B to the one
-    before. One group a direction: no message waits behind one that goes the other way. NCCL joins
-    two ranks at their first message, and blocks both: so here a zero is sent, in one order."""
+    """Two dicts {kind: (peer, process group)}: where an action of a kind receives from, and where
+    it sends to. F sends to the next rank (the last to the first), B to the one before. A group for
+    each kind and pair: no message waits behind one of the other kind. NCCL connects two ranks at
+    their first message, which blocks both: so here each channel sends a zero, in a fixed order."""
     ranks, P = dist.get_process_group_ranks(group), group.size()
     receive_channels, send_channels = {}, {}
     timeout = datetime.timedelta(seconds=args.timeout)
-    for stage in range(min(stages - 1, P)):  # to stage + 1; from P on ranks repeat
+    for stage in range(min(stages - 1, P)):  # boundary to stage + 1; from P on pairs repeat
         before, after = ranks[stage % P], ranks[(stage + 1) % P]
         for kind, sender, receiver in ("F", before, after), ("B", after, before):
             channel = dist.new_group([sender, receiver], timeout)  # all ranks have to call it
@@ -311,9 +311,9 @@ def open_channels(group, stages, args):
 
 # Copied from tp.py
 def mark(tensor, shard=None, replicas=1, sum_over=None):
-    """Note on a tensor what later code reads. Training: sum_over, the group over which to sum its
-    gradient (None: no sum). Section 5: shard, which (dim, start, end) of the full tensor it is
-    (None: all of it), and replicas, how many ranks hold the same."""
+    """Attach to a tensor what later code reads. Training reads sum_over, the group over which its
+    gradient is summed (None: no sum). The proof reads shard, which (dim, start, end) of the full
+    tensor it is (None: all of it), and replicas, how many ranks hold the same."""
     tensor.shard, tensor.replicas, tensor.sum_over = shard, replicas, sum_over
     return tensor
 
@@ -344,7 +344,7 @@ class LinearWithDeferredWeightGrad(torch.autograd.Function):
 
 
 class DeferredLinear(nn.Module):
-    """In an nn.Linear's place, with zb. left_to_w: a list, shared by all of them, of what one B
+    """Takes an nn.Linear's place, with zb. left_to_w: a list, shared by all of them, of what one B
     leaves to its W: tuples (linear, x, dy)."""
 
     def __init__(self, linear, left_to_w):
@@ -356,7 +356,7 @@ class DeferredLinear(nn.Module):
 
     def add_weight_gradient(self, x, dy):
         x, dy = x.flatten(0, -2), dy.flatten(0, -2)  # (tokens, in), (tokens, out)
-        self.weight.backward(dy.T @ x)  # of a leaf: adds to its .grad
+        self.weight.backward(dy.T @ x)  # backward() of a leaf adds to its .grad
         if self.bias is not None:
             self.bias.backward(dy.sum(0))
 
@@ -395,7 +395,7 @@ class Pipeline:
         self.actions = all_schedules(args, self.P)[self.rank]
         self.receive_channels, self.send_channels = open_channels(group, self.stage_count, args)
         self.held = {}  # from F to B: {(stage, microbatch): (input, output)}
-        self.left_to_w = left_to_w  # what the B that runs has left so far
+        self.left_to_w = left_to_w  # what the running B has left so far
         self.waiting_for_w = {}  # from B to W: {(stage, microbatch): what it left}
         self.synchronize = False  # whether now() waits for the GPU
 
@@ -465,8 +465,8 @@ class Pipeline:
         return dist.irecv(tensor, *self.receive_channels[action.kind]), tensor
 
     def send(self, kind, tensor, sending):
-        """Start to send a result. `sending` keeps it until it is sent, at most P of a kind: the
-        next one first waits for the oldest. With these schedules that is no deadlock."""
+        """Start to send a result. `sending` keeps it until it is sent: at most P of a kind, for the
+        memory. The next one first waits for the oldest (tried: no schedule here deadlocks so)."""
         if len(sending) == self.P:
             work, _ = sending.popleft()
             work.wait()
@@ -495,7 +495,7 @@ def parallelize(model, group, args):
                 if isinstance(module, nn.Linear):
                     layer.set_submodule(name, DeferredLinear(module, left_to_w))
     is_tied = model.lm_head.weight is model.model.embed_tokens.weight
-    if rank > 0 and not (is_tied and rank == P - 1):  # tied, it is lm_head's weight
+    if rank > 0 and not (is_tied and rank == P - 1):  # has lm_head's weight
         model.model.embed_tokens = nn.Identity()
     if rank < P - 1:
         model.model.norm, model.lm_head = nn.Identity(), nn.Identity()
@@ -557,7 +557,7 @@ def train_step(model, ids, labels, group, args, backward=True):
 def sum_gradients(model):
     """Sum each gradient of which a rank has only a part, over the group that mark() noted."""
     for parameter in model.parameters():
-        if parameter.sum_over is not None:  # in place, without a copy
+        if parameter.sum_over is not None:  # every parameter is marked
             dist.all_reduce(parameter.grad, group=parameter.sum_over)
 
 
@@ -677,13 +677,13 @@ OPTIONS = {
     "--schedule": {"choices": list(SCHEDULES), "default": "1f1b"},
     "--microbatches": {"type": int, "help": "parts of the batch (as many as --batch, or 4)"},
     "--virtual-stages": {"type": int, "help": "stages per rank, interleaved only (2)"},
-    "--ranks": {"type": int, "default": 4, "help": "how many --mode schedule is about (4)"},
+    "--ranks": {"type": int, "default": 4, "help": "ranks that --mode schedule simulates (4)"},
 }
 OWN_MODES = {"schedule": show_schedule, "bubble": measure_bubble}
 
 
 def finalize_args(args, world):
-    """The script's own defaults; UsageError where model and options do not suit."""
+    """The script's own defaults; UsageError where model and options do not fit together."""
     args.virtual_stages = V = args.virtual_stages or (2 if args.schedule == "interleaved" else 1)
     args.microbatches = M = args.microbatches or args.batch or 4
     args.batch = args.batch or M
@@ -700,7 +700,7 @@ def finalize_args(args, world):
     elif world * V > layers:
         problem = f"{layers} layers cannot fill {world * V} stages, {V} a rank"
         raise UsageError(f"{problem}; --nproc_per_node {max(1, layers // V)} or fewer would do")
-    all_schedules(args, world)  # raises where they cannot
+    all_schedules(args, world)  # raises UsageError where they cannot run
 
 
 # Copied from tp.py
@@ -708,7 +708,7 @@ def finalize_args(args, world):
 
 # Allowed relative errors. float64 is the proof; the others' rounding hides small mistakes
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bfloat16": 2e-1}
-IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ  # or no torchrun
+IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ  # or it is alone
 
 
 def print_table(rows):
@@ -723,7 +723,7 @@ def print_table(rows):
 
 
 def gather_objects(value, group):
-    """Every rank's value, in a list; it is a barrier, too. With --backend fake its own alone."""
+    """Every rank's value, in a list; it is a barrier, too. With --backend fake only its own."""
     if dist.get_backend(group) == "fake":
         return [value]
     values = [None] * group.size()
@@ -810,7 +810,7 @@ def take_steps(model, args, group, parallel):
     found = {}
     step_function = train_step if parallel else reference_step
 
-    def keep(step, kind, name, tensor, marked):  # marked: has mark()'s notes, or none
+    def keep(step, kind, name, tensor, marked):  # marked: p for p.grad, whose shard it is
         shard = getattr(marked, "shard", None)
         replicas = getattr(marked, "replicas", group.size())  # not marked: every rank has all of it
         tensor = torch.atleast_1d(full_tensor(tensor.detach()).to("cpu", copy=True))
@@ -841,8 +841,8 @@ def take_steps(model, args, group, parallel):
 def compare(found, expected, args, group):
     """Rows of --json: the error of each tensor over all ranks, and its coverage.
 
-    Coverage: how often a tensor exists, replicas counted once; below 1 a part is lost, above 1 it
-    is not sharded.
+    Coverage: how often a tensor exists, replicas counted once. Below 1 a part is lost; above 1
+    shards overlap, or a rank has more than is noted.
     """
     errors = torch.zeros(len(expected), dtype=torch.float64)  # squared, on this rank
     coverage = torch.zeros(len(expected), dtype=torch.float64)
@@ -873,7 +873,7 @@ def compare(found, expected, args, group):
 
 
 def check_correctness(args, group):
-    """Tensors of all steps on P ranks against HF's untouched model, which every rank runs."""
+    """Compare tensors of all steps on P ranks with those of HF's untouched model on every rank."""
     expected = take_steps(load_model(args), args, group, parallel=False)
     model = parallelize(load_model(args), group, args)
     found = take_steps(model, args, group, parallel=True)
@@ -923,12 +923,13 @@ class Meter(TorchDispatchMode):
     tensors alive (for CPUs). A message has the full tensor's bytes; an all-to-all, its input's."""
 
     OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+    OPS += ("broadcast", "barrier")  # which no script sends
 
     def __init__(self):
         super().__init__()
         self.calls, self.bytes = Counter(), Counter()
         self.peak = 0
-        # A storage's Python object lives as long as the storage; a freed one leaves this dictionary
+        # PyTorch keeps a storage's Python object until it frees the storage: then it leaves this
         self.alive = weakref.WeakValueDictionary()
         self.see(gc.get_objects())  # what exists already
 
@@ -944,7 +945,7 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(hasattr(kind, "full_tensor") for kind in types):
-            return NotImplemented  # a DTensor: what it calls comes here, too
+            return NotImplemented  # DTensor's own code runs; what it does to tensors comes here
         out = func(*args, **(kwargs or {}))
         inputs = self.see(tree_leaves(args))
         outputs = self.see(tree_leaves(out))
@@ -959,8 +960,8 @@ class Meter(TorchDispatchMode):
 
 
 def compare_traffic(forward, step, expected):
-    """Rows of --json: what this rank sent, beside the rows of expected_traffic(). The backward's:
-    those of a whole step without those of a forward."""
+    """Rows of --json: the messages of this rank, beside the rows of expected_traffic(). The
+    backward's: those of a whole step minus those of a forward."""
     rows = []
     for phase, op in product(("forward", "backward"), Meter.OPS):
         calls, size = forward.calls[op], forward.bytes[op]
@@ -1043,14 +1044,12 @@ def find_model(name):
         raise UsageError(f"no model {name}: hub id, folder, .gguf, {', '.join(PRESETS)} would do")
     try:  # the entries of config.json; no code that the model brings is run
         entries, _ = transformers.PreTrainedConfig.get_config_dict(**source)
-        family = entries["model_type"]
+        family = entries.get("model_type")
         config = transformers.AutoConfig.for_model(**entries) if family in FAMILIES else None
     except Exception as problem:  # of many kinds
         raise UsageError(f"cannot read {name}: {type(problem).__name__}: {problem}") from None
     if config is None:
-        others = "scale logits (granite, gemma), fuse matrices (phi3, glm), have experts (lab 12), "
-        others += "norm all heads together (olmo2, taken by sp_ulysses.py, pp.py) or are not proved"
-        would = f"{', '.join(FAMILIES)} would do; others {others}"
+        would = f"{', '.join(FAMILIES)} would do (sp_ulysses.py and pp.py also take olmo2)"
         raise UsageError(f"{name} is a model of type {family}; {would}")
     if "quantization_config" in entries or (path / "adapter_config.json").exists():
         raise UsageError(f"{name} is quantized or has an adapter; plain weights would do")
@@ -1069,11 +1068,11 @@ def parse(argv):
     add("--model", default="tiny", help=f"{', '.join(PRESETS)}, a hub id, directory or .gguf file")
     add("--length", type=int, default=256, help="tokens per sequence (256)")
     add("--batch", type=int, help="sequences (3; pp.py: as many as microbatches)")
-    add("--dtype", choices=list(LIMIT), help="float64, which proves; benchmark: float32")
+    add("--dtype", choices=list(LIMIT), help="float64 (the proof); for benchmark float32")
     add("--attn", choices=["sdpa", "eager", "flash"], default="sdpa", help="HF's functions (sdpa)")
     add("--loss", choices=["chunked", "full"], default="chunked", help="full: all logits at once")
     add("--recompute", choices=["full", "none"], default="full", help="full: keep layers' inputs")
-    add("--backend", choices=["auto", "gloo", "nccl", "fake"], default="auto", help="fake: alone")
+    add("--backend", choices=["auto", "gloo", "nccl", "fake"], default="auto", help="fake: 1 of P")
     add("--bench-iters", type=int, default=5, help="timed steps (5)")
     add("--seed", type=int, default=0, help="of random weights and tokens (0)")
     add("--timeout", type=int, default=600, help="seconds to wait for another rank (600)")

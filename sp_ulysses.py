@@ -7,7 +7,7 @@ treats each head by itself: so it gets all tokens of 1/P of the heads. One atten
     rank 0: tokens 0..s/2       rank 1: tokens s/2..s        (b, s/2, h)
     q, k, v projections         q, k, v projections          replicated weights, all heads
         |                               |
-    (b, heads, s/2, d)          (b, heads, s/2, d)
+    (b, heads, s/2, d)          (b, heads, s/2, d)           q, k rotated by place in all s
         |        all-to-all, each of q, k, v    |            backward: all-to-all back
         v                                       v
     (b, heads/2, s, d)          (b, heads/2, s, d)           all tokens, own heads
@@ -33,7 +33,7 @@ treats each head by itself: so it gets all tokens of 1/P of the heads. One atten
 Messages are of s/P tokens, and shrink with P (k, v: as long as each rank has a KV head of its own);
 those of tp.py and sp_megatron.py are of all s. But weights and gradients do not shrink, unless
 --shard-weights leaves 1/P on each rank (ZeRO-3). Heads are divided as in tp.py: whole KV heads; or,
-if P is a multiple of their number, each KV head goes to several ranks, which share its queries.
+if P is a multiple of their number, each KV head goes to several ranks, which divide its queries.
 
     torchrun --nproc_per_node=2 sp_ulysses.py --mode correctness
     torchrun --nproc_per_node=4 sp_ulysses.py --mode all --length 1001
@@ -76,7 +76,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers --backend fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -134,7 +133,7 @@ class SeqAllToAll(torch.autograd.Function):
 
 def tokens_to_heads(x, counts, group):
     """(b, heads, s/P, d), all heads of own tokens -> (b, heads/P, s, d), own heads of all tokens.
-    counts[r]: heads of rank r; they differ where P does not divide heads."""
+    counts[r]: heads of rank r; they may differ (whole KV groups)."""
     receive = [counts[group.rank()]] * group.size()
     rows = SeqAllToAll.apply(x.transpose(0, 1), counts, receive, group)  # a row: (b, s/P, d)
     rows = rows.unflatten(0, (group.size(), -1))  # (P, heads/P, b, s/P, d)
@@ -185,9 +184,9 @@ def head_range(config, rank, world):
 
 # Copied from tp.py
 def mark(tensor, shard=None, replicas=1, sum_over=None):
-    """Note on a tensor what later code reads. Training: sum_over, the group over which to sum its
-    gradient (None: no sum). Section 5: shard, which (dim, start, end) of the full tensor it is
-    (None: all of it), and replicas, how many ranks hold the same."""
+    """Attach to a tensor what later code reads. Training reads sum_over, the group over which its
+    gradient is summed (None: no sum). The proof reads shard, which (dim, start, end) of the full
+    tensor it is (None: all of it), and replicas, how many ranks hold the same."""
     tensor.shard, tensor.replicas, tensor.sum_over = shard, replicas, sum_over
     return tensor
 
@@ -199,7 +198,7 @@ def head_counts(config, world):
 
 
 def ulysses_attention(stock, stand_in, group, module, query, key, value, mask, **others):
-    """HF's attention function `stock` between all-to-alls; `stand_in` tells it about this rank.
+    """HF's attention function `stock` between all-to-alls; it gets `stand_in` in module's place.
 
     query (b, heads, s/P, d), key and value (b, KV heads, s/P, d) -> (b, s/P, heads, d).
     """
@@ -217,18 +216,18 @@ def ulysses_attention(stock, stand_in, group, module, query, key, value, mask, *
 
 # Copied from sp_megatron.py
 def all_tokens_mask(stock, group, q_length, kv_length, **others):
-    """HF's mask function `stock` for all tokens: HF calls this one instead, with lengths s/P."""
+    """HF's mask function `stock` for all tokens. HF asks for s/P, which the embedding returned."""
     return stock(q_length=q_length * group.size(), kv_length=kv_length * group.size(), **others)
 
 
 def attend_with_ulysses(model, group, args):
     """Register ulysses_attention() around HF's own attention, with the mask of all tokens."""
-    eager = sys.modules[type(model).__module__].eager_attention_forward
+    eager = sys.modules[type(model).__module__].eager_attention_forward  # each family's own
     stock = ALL_ATTENTION_FUNCTIONS.get_interface(args.attn_implementation, eager)
     mask = partial(all_tokens_mask, ALL_MASK_ATTENTION_FUNCTIONS[args.attn_implementation], group)
     (q0, q1), (k0, k1), _ = head_range(model.config, group.rank(), group.size())
-    # HF's functions ask their module how many query heads read a KV head (fewer, where KV heads are
-    # repeated), and its config for the kernel's name (now "ulysses"). stand_in answers for them
+    # HF's functions ask the module that they get how many query heads read a KV head (here fewer,
+    # where KV heads are repeated), and its config for the kernel's name (there now "ulysses")
     stand_in = SimpleNamespace(num_key_value_groups=(q1 - q0) // (k1 - k0), is_causal=True)
     stand_in.config = SimpleNamespace(_attn_implementation=args.attn_implementation)
     stand_in.training = True
@@ -248,8 +247,8 @@ def recompute_layers(model):
 
 
 class UlyssesLlama(nn.Module):
-    """HF's decoder and head under HF's names. forward() does all, the loss too: --shard-weights has
-    embedding, last norm and head whole only in it and its backward."""
+    """HF's decoder and head under HF's names. forward() computes the loss, too: --shard-weights
+    gathers embedding, last norm and head for forward() and its backward only."""
 
     def __init__(self, model):
         super().__init__()
@@ -271,13 +270,11 @@ def parallelize(model, group, args):
     model = UlyssesLlama(model)
     if args.shard_weights:
         shard_weights(model, group, args)
+    # A rank's tokens give a part of each gradient; fully_shard sums the parts itself. Each of P
+    # ranks has the full tensor (a DTensor's: in full_tensor())
+    sum_over = None if args.shard_weights or group.size() == 1 else group
     for parameter in model.parameters():
-        if args.shard_weights:
-            # Section 5 gets full_tensor() of a DTensor on each of P ranks, so that each counts
-            # 1/P. What fully_shard left whole is marked 1: it counts P times, and the proof fails
-            mark(parameter, replicas=group.size() if isinstance(parameter, DTensor) else 1)
-        else:  # replicated; a rank's tokens give a part of the gradient
-            mark(parameter, replicas=group.size(), sum_over=group if group.size() > 1 else None)
+        mark(parameter, replicas=group.size(), sum_over=sum_over)
     return model
 
 
@@ -292,7 +289,7 @@ def shard_weights(model, group, args):
     for unit in (*model.model.layers, model):
         fully_shard(unit, mesh=mesh, reshard_after_forward=True)
         unit.set_gradient_divide_factor(1.0)  # a sum over ranks, as without sharding; not a mean
-        unit.set_force_sum_reduction_for_comms(True)  # by a plain sum, which all backends have
+        unit.set_force_sum_reduction_for_comms(True)  # not scaled: gloo cannot
 
 
 # ---- 4. Loss and step ----------------------------------------------------------------------------
@@ -339,10 +336,10 @@ def final_hidden_states(model, ids, group):
     ids = own_tokens(ids, group, 0)  # padding comes last: no token before it attends to it
     size = ids.shape[1]
     first = group.rank() * size
-    positions = torch.arange(group.size() * size, device=ids.device)[None]  # of all, as the mask
+    positions = torch.arange(group.size() * size, device=ids.device)[None]  # of all, for the mask
 
-    # Some rotary embeddings (longrope) choose frequencies by the largest position of all: padding
-    # gets the last token's. Not in the mask: HF takes a repeated position for a new document
+    # Some rotary embeddings (longrope) choose frequencies by the largest position: so padding gets
+    # the last token's position. Not in the mask: HF takes a repeated position for a new document
     def without_padding(rotary, args, kwargs):
         return (args[0], positions.clamp(max=last)), {}  # hidden states, positions
 
@@ -372,7 +369,7 @@ def train_step(model, ids, labels, group, args, backward=True):
 def sum_gradients(model):
     """Sum each gradient of which a rank has only a part, over the group that mark() noted."""
     for parameter in model.parameters():
-        if parameter.sum_over is not None:  # in place, without a copy
+        if parameter.sum_over is not None:  # every parameter is marked
             dist.all_reduce(parameter.grad, group=parameter.sum_over)
 
 
@@ -418,14 +415,14 @@ def expected_traffic(model, group, args):
     q, kv = sum(q_counts) * head_bytes, sum(kv_counts) * head_bytes
     own_q = q_counts[group.rank()] * world * head_bytes
     own_kv = kv_counts[group.rank()] * world * head_bytes
-    there = layers * (q + 2 * kv + own_q)  # of q, k, v; of the output
+    forward_bytes = layers * (q + 2 * kv + own_q)  # q, k, v; then the output of own heads
     rows = [
-        ("forward", "all_to_all", 4 * layers, there),
+        ("forward", "all_to_all", 4 * layers, forward_bytes),
         ("backward", "all_to_all", 4 * layers, layers * (own_q + 2 * own_kv + q)),  # gradients back
         ("forward", "all_reduce", 1, max(4, element)),  # the loss, in float32 or wider
     ]
     if args.recompute == "full":  # every layer's forward again, up to the MLP's last matrix product
-        rows += [("backward", "all_to_all", 4 * layers, there)]
+        rows += [("backward", "all_to_all", 4 * layers, forward_bytes)]
     weights = list(model.parameters())
     if args.shard_weights:  # a message for each layer, one for the rest; dim 0 padded for P
         padded = {p: math.ceil(len(p) / world) * world for p in weights}
@@ -456,7 +453,7 @@ def finalize_args(args, world):
 
 # Allowed relative errors. float64 is the proof; the others' rounding hides small mistakes
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bfloat16": 2e-1}
-IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ  # or no torchrun
+IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ  # or it is alone
 
 
 def print_table(rows):
@@ -471,7 +468,7 @@ def print_table(rows):
 
 
 def gather_objects(value, group):
-    """Every rank's value, in a list; it is a barrier, too. With --backend fake its own alone."""
+    """Every rank's value, in a list; it is a barrier, too. With --backend fake only its own."""
     if dist.get_backend(group) == "fake":
         return [value]
     values = [None] * group.size()
@@ -558,7 +555,7 @@ def take_steps(model, args, group, parallel):
     found = {}
     step_function = train_step if parallel else reference_step
 
-    def keep(step, kind, name, tensor, marked):  # marked: has mark()'s notes, or none
+    def keep(step, kind, name, tensor, marked):  # marked: p for p.grad, whose shard it is
         shard = getattr(marked, "shard", None)
         replicas = getattr(marked, "replicas", group.size())  # not marked: every rank has all of it
         tensor = torch.atleast_1d(full_tensor(tensor.detach()).to("cpu", copy=True))
@@ -589,8 +586,8 @@ def take_steps(model, args, group, parallel):
 def compare(found, expected, args, group):
     """Rows of --json: the error of each tensor over all ranks, and its coverage.
 
-    Coverage: how often a tensor exists, replicas counted once; below 1 a part is lost, above 1 it
-    is not sharded.
+    Coverage: how often a tensor exists, replicas counted once. Below 1 a part is lost; above 1
+    shards overlap, or a rank has more than is noted.
     """
     errors = torch.zeros(len(expected), dtype=torch.float64)  # squared, on this rank
     coverage = torch.zeros(len(expected), dtype=torch.float64)
@@ -621,7 +618,7 @@ def compare(found, expected, args, group):
 
 
 def check_correctness(args, group):
-    """Tensors of all steps on P ranks against HF's untouched model, which every rank runs."""
+    """Compare tensors of all steps on P ranks with those of HF's untouched model on every rank."""
     expected = take_steps(load_model(args), args, group, parallel=False)
     model = parallelize(load_model(args), group, args)
     found = take_steps(model, args, group, parallel=True)
@@ -671,12 +668,13 @@ class Meter(TorchDispatchMode):
     tensors alive (for CPUs). A message has the full tensor's bytes; an all-to-all, its input's."""
 
     OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+    OPS += ("broadcast", "barrier")  # which no script sends
 
     def __init__(self):
         super().__init__()
         self.calls, self.bytes = Counter(), Counter()
         self.peak = 0
-        # A storage's Python object lives as long as the storage; a freed one leaves this dictionary
+        # PyTorch keeps a storage's Python object until it frees the storage: then it leaves this
         self.alive = weakref.WeakValueDictionary()
         self.see(gc.get_objects())  # what exists already
 
@@ -692,7 +690,7 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(hasattr(kind, "full_tensor") for kind in types):
-            return NotImplemented  # a DTensor: what it calls comes here, too
+            return NotImplemented  # DTensor's own code runs; what it does to tensors comes here
         out = func(*args, **(kwargs or {}))
         inputs = self.see(tree_leaves(args))
         outputs = self.see(tree_leaves(out))
@@ -707,8 +705,8 @@ class Meter(TorchDispatchMode):
 
 
 def compare_traffic(forward, step, expected):
-    """Rows of --json: what this rank sent, beside the rows of expected_traffic(). The backward's:
-    those of a whole step without those of a forward."""
+    """Rows of --json: the messages of this rank, beside the rows of expected_traffic(). The
+    backward's: those of a whole step minus those of a forward."""
     rows = []
     for phase, op in product(("forward", "backward"), Meter.OPS):
         calls, size = forward.calls[op], forward.bytes[op]
@@ -791,14 +789,12 @@ def find_model(name):
         raise UsageError(f"no model {name}: hub id, folder, .gguf, {', '.join(PRESETS)} would do")
     try:  # the entries of config.json; no code that the model brings is run
         entries, _ = transformers.PreTrainedConfig.get_config_dict(**source)
-        family = entries["model_type"]
+        family = entries.get("model_type")
         config = transformers.AutoConfig.for_model(**entries) if family in FAMILIES else None
     except Exception as problem:  # of many kinds
         raise UsageError(f"cannot read {name}: {type(problem).__name__}: {problem}") from None
     if config is None:
-        others = "scale logits (granite, gemma), fuse matrices (phi3, glm), have experts (lab 12), "
-        others += "norm all heads together (olmo2, taken by sp_ulysses.py, pp.py) or are not proved"
-        would = f"{', '.join(FAMILIES)} would do; others {others}"
+        would = f"{', '.join(FAMILIES)} would do (sp_ulysses.py and pp.py also take olmo2)"
         raise UsageError(f"{name} is a model of type {family}; {would}")
     if "quantization_config" in entries or (path / "adapter_config.json").exists():
         raise UsageError(f"{name} is quantized or has an adapter; plain weights would do")
@@ -817,11 +813,11 @@ def parse(argv):
     add("--model", default="tiny", help=f"{', '.join(PRESETS)}, a hub id, directory or .gguf file")
     add("--length", type=int, default=256, help="tokens per sequence (256)")
     add("--batch", type=int, help="sequences (3; pp.py: as many as microbatches)")
-    add("--dtype", choices=list(LIMIT), help="float64, which proves; benchmark: float32")
+    add("--dtype", choices=list(LIMIT), help="float64 (the proof); for benchmark float32")
     add("--attn", choices=["sdpa", "eager", "flash"], default="sdpa", help="HF's functions (sdpa)")
     add("--loss", choices=["chunked", "full"], default="chunked", help="full: all logits at once")
     add("--recompute", choices=["full", "none"], default="full", help="full: keep layers' inputs")
-    add("--backend", choices=["auto", "gloo", "nccl", "fake"], default="auto", help="fake: alone")
+    add("--backend", choices=["auto", "gloo", "nccl", "fake"], default="auto", help="fake: 1 of P")
     add("--bench-iters", type=int, default=5, help="timed steps (5)")
     add("--seed", type=int, default=0, help="of random weights and tokens (0)")
     add("--timeout", type=int, default=600, help="seconds to wait for another rank (600)")

@@ -168,9 +168,9 @@ def head_range(config, rank, world):
 
 
 def mark(tensor, shard=None, replicas=1, sum_over=None):
-    """Note on a tensor what later code reads. Training: sum_over, the group over which to sum its
-    gradient (None: no sum). Section 5: shard, which (dim, start, end) of the full tensor it is
-    (None: all of it), and replicas, how many ranks hold the same."""
+    """Attach to a tensor what later code reads. Training reads sum_over, the group over which its
+    gradient is summed (None: no sum). The proof reads shard, which (dim, start, end) of the full
+    tensor it is (None: all of it), and replicas, how many ranks hold the same."""
     tensor.shard, tensor.replicas, tensor.sum_over = shard, replicas, sum_over
     return tensor
 
@@ -260,7 +260,7 @@ def parallelize(model, group, args):
     i0, i1 = split(config.intermediate_size, rank, world)
     v0, v1 = split(config.vocab_size, rank, world)
     kv_sum = None
-    if replicas > 1:  # the ranks of a KV head have different queries of it: parts of its gradient
+    if replicas > 1:  # ranks that share a KV head have different queries: each part of its gradient
         timeout = datetime.timedelta(seconds=args.timeout)
         kv_sum, _ = dist.new_subgroups(replicas, group=group, timeout=timeout)
     for layer in model.model.layers:
@@ -333,7 +333,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         target_logit = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0)
         both = torch.stack([target_logit, shifted.exp_().sum(-1)])
         target_logit, sum_exp = all_reduce(both, group)
-        # Not saved as peak + log(sum_exp): its rounding swamps 1 - softmax where softmax nears 1
+        # Saved apart, since rounding of peak + log(sum_exp) would swamp a small 1 - softmax
         ctx.save_for_backward(logits, column, elsewhere, peak, sum_exp)
         return sum_exp.log() - target_logit
 
@@ -391,7 +391,7 @@ def train_step(model, ids, labels, group, args, backward=True):
 def sum_gradients(model):
     """Sum each gradient of which a rank has only a part, over the group that mark() noted."""
     for parameter in model.parameters():
-        if parameter.sum_over is not None:  # in place, without a copy
+        if parameter.sum_over is not None:  # every parameter is marked
             dist.all_reduce(parameter.grad, group=parameter.sum_over)
 
 
@@ -459,7 +459,7 @@ def finalize_args(args, world):
     args.batch = args.batch or 3
     head_range(args.config, 0, world)  # raises where they cannot
     if world > args.config.vocab_size:
-        raise UsageError(f"{world} ranks; {args.config.vocab_size}, the vocabulary, would do")
+        raise UsageError(f"more ranks than vocabulary; {args.config.vocab_size} would do")
     sizes = [args.config.num_key_value_heads, args.config.intermediate_size, args.config.vocab_size]
     if args.dtensor and any(size % world for size in sizes):
         problem = f"{world} ranks do not divide KV heads, intermediate size and vocabulary {sizes}"
@@ -470,7 +470,7 @@ def finalize_args(args, world):
 
 # Allowed relative errors. float64 is the proof; the others' rounding hides small mistakes
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bfloat16": 2e-1}
-IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ  # or no torchrun
+IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ  # or it is alone
 
 
 def print_table(rows):
@@ -485,7 +485,7 @@ def print_table(rows):
 
 
 def gather_objects(value, group):
-    """Every rank's value, in a list; it is a barrier, too. With --backend fake its own alone."""
+    """Every rank's value, in a list; it is a barrier, too. With --backend fake only its own."""
     if dist.get_backend(group) == "fake":
         return [value]
     values = [None] * group.size()
@@ -572,7 +572,7 @@ def take_steps(model, args, group, parallel):
     found = {}
     step_function = train_step if parallel else reference_step
 
-    def keep(step, kind, name, tensor, marked):  # marked: has mark()'s notes, or none
+    def keep(step, kind, name, tensor, marked):  # marked: p for p.grad, whose shard it is
         shard = getattr(marked, "shard", None)
         replicas = getattr(marked, "replicas", group.size())  # not marked: every rank has all of it
         tensor = torch.atleast_1d(full_tensor(tensor.detach()).to("cpu", copy=True))
@@ -603,8 +603,8 @@ def take_steps(model, args, group, parallel):
 def compare(found, expected, args, group):
     """Rows of --json: the error of each tensor over all ranks, and its coverage.
 
-    Coverage: how often a tensor exists, replicas counted once; below 1 a part is lost, above 1 it
-    is not sharded.
+    Coverage: how often a tensor exists, replicas counted once. Below 1 a part is lost; above 1
+    shards overlap, or a rank has more than is noted.
     """
     errors = torch.zeros(len(expected), dtype=torch.float64)  # squared, on this rank
     coverage = torch.zeros(len(expected), dtype=torch.float64)
@@ -635,7 +635,7 @@ def compare(found, expected, args, group):
 
 
 def check_correctness(args, group):
-    """Tensors of all steps on P ranks against HF's untouched model, which every rank runs."""
+    """Compare tensors of all steps on P ranks with those of HF's untouched model on every rank."""
     expected = take_steps(load_model(args), args, group, parallel=False)
     model = parallelize(load_model(args), group, args)
     found = take_steps(model, args, group, parallel=True)
@@ -685,12 +685,13 @@ class Meter(TorchDispatchMode):
     tensors alive (for CPUs). A message has the full tensor's bytes; an all-to-all, its input's."""
 
     OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+    OPS += ("broadcast", "barrier")  # which no script sends
 
     def __init__(self):
         super().__init__()
         self.calls, self.bytes = Counter(), Counter()
         self.peak = 0
-        # A storage's Python object lives as long as the storage; a freed one leaves this dictionary
+        # PyTorch keeps a storage's Python object until it frees the storage: then it leaves this
         self.alive = weakref.WeakValueDictionary()
         self.see(gc.get_objects())  # what exists already
 
@@ -706,7 +707,7 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(hasattr(kind, "full_tensor") for kind in types):
-            return NotImplemented  # a DTensor: what it calls comes here, too
+            return NotImplemented  # DTensor's own code runs; what it does to tensors comes here
         out = func(*args, **(kwargs or {}))
         inputs = self.see(tree_leaves(args))
         outputs = self.see(tree_leaves(out))
@@ -721,8 +722,8 @@ class Meter(TorchDispatchMode):
 
 
 def compare_traffic(forward, step, expected):
-    """Rows of --json: what this rank sent, beside the rows of expected_traffic(). The backward's:
-    those of a whole step without those of a forward."""
+    """Rows of --json: the messages of this rank, beside the rows of expected_traffic(). The
+    backward's: those of a whole step minus those of a forward."""
     rows = []
     for phase, op in product(("forward", "backward"), Meter.OPS):
         calls, size = forward.calls[op], forward.bytes[op]
@@ -805,14 +806,12 @@ def find_model(name):
         raise UsageError(f"no model {name}: hub id, folder, .gguf, {', '.join(PRESETS)} would do")
     try:  # the entries of config.json; no code that the model brings is run
         entries, _ = transformers.PreTrainedConfig.get_config_dict(**source)
-        family = entries["model_type"]
+        family = entries.get("model_type")
         config = transformers.AutoConfig.for_model(**entries) if family in FAMILIES else None
     except Exception as problem:  # of many kinds
         raise UsageError(f"cannot read {name}: {type(problem).__name__}: {problem}") from None
     if config is None:
-        others = "scale logits (granite, gemma), fuse matrices (phi3, glm), have experts (lab 12), "
-        others += "norm all heads together (olmo2, taken by sp_ulysses.py, pp.py) or are not proved"
-        would = f"{', '.join(FAMILIES)} would do; others {others}"
+        would = f"{', '.join(FAMILIES)} would do (sp_ulysses.py and pp.py also take olmo2)"
         raise UsageError(f"{name} is a model of type {family}; {would}")
     if "quantization_config" in entries or (path / "adapter_config.json").exists():
         raise UsageError(f"{name} is quantized or has an adapter; plain weights would do")
@@ -831,11 +830,11 @@ def parse(argv):
     add("--model", default="tiny", help=f"{', '.join(PRESETS)}, a hub id, directory or .gguf file")
     add("--length", type=int, default=256, help="tokens per sequence (256)")
     add("--batch", type=int, help="sequences (3; pp.py: as many as microbatches)")
-    add("--dtype", choices=list(LIMIT), help="float64, which proves; benchmark: float32")
+    add("--dtype", choices=list(LIMIT), help="float64 (the proof); for benchmark float32")
     add("--attn", choices=["sdpa", "eager", "flash"], default="sdpa", help="HF's functions (sdpa)")
     add("--loss", choices=["chunked", "full"], default="chunked", help="full: all logits at once")
     add("--recompute", choices=["full", "none"], default="full", help="full: keep layers' inputs")
-    add("--backend", choices=["auto", "gloo", "nccl", "fake"], default="auto", help="fake: alone")
+    add("--backend", choices=["auto", "gloo", "nccl", "fake"], default="auto", help="fake: 1 of P")
     add("--bench-iters", type=int, default=5, help="timed steps (5)")
     add("--seed", type=int, default=0, help="of random weights and tokens (0)")
     add("--timeout", type=int, default=600, help="seconds to wait for another rank (600)")

@@ -10,6 +10,9 @@ from unittest import mock
 import torch.distributed as dist
 
 MESSAGES = "all_|broadcast|reduce|gather|scatter|barrier|i?send|i?recv|__init__"  # P2POp's
+# what torch says of calls that differ: operation and shape are enough
+CALL = r"CollectiveFingerPrint\(.*?OpType=_?(\w+)(?:, TensorShape=(\[.*?\]))?.*?\)\)\)"
+WORLD = r"get_(rank|world_size)\(\)|dist\.group\.WORLD"
 HINTS = {  # {a part of what is said: the cause}
     "in the default group": "pass group=group: without it torch takes all ranks of the job",
     "not part of group": "group_src, group_dst, group_peer count in the group, round with % P",
@@ -23,11 +26,9 @@ HINTS = {  # {a part of what is said: the cause}
     "between instances of 'str'": "what a file has is text: int() or float() of it",
     "a gradient different than None": "None where ctx.needs_input_grad is False",
     "incorrect number of gradients": "one for each argument of forward, None for what has none",
-}
-DEATHS = {
     "SIGKILL": "out of memory?",
     "SIGSEGV": "a rank that the group does not have? they count from 0 and go round with % P",
-    "SIGABRT": "the ranks' calls differ: another collective, fewer, other sizes or dtypes",
+    "SIGABRT": "calls differ: another collective, fewer, other shapes or dtypes sent than received",
 }
 
 
@@ -53,10 +54,12 @@ def default_group_refused():
     return mock.patch.object(dist.distributed_c10d, "_get_default_group", refusing)
 
 
-def asks_the_world(file):
-    """A hint, if a learner's file asks for a rank or a size without a group, or ""."""
-    asked = re.search(r"get_(rank|world_size)\(\)|dist\.group\.WORLD", Path(file).read_text())
-    return f"{asked[0]} is of the whole job: group, group.rank(), group.size()" if asked else ""
+def in_short(wrong, file, apart):
+    """(what was found, a hint) of a Wrong; apart: the file must not ask the default group."""
+    found = re.sub(CALL, r"\1 \2", wrong.found).partition(".Collectives differ")[0]
+    asked = re.search(WORLD, Path(file).read_text()) if apart else None
+    world = f"{asked[0]} is of the whole job: group, group.rank(), group.size()" if asked else ""
+    return found, "; ".join(filter(None, (world, wrong.hint)))
 
 
 def listen(path):
@@ -75,20 +78,16 @@ def own_line(frames, file, exercise):
     if not numbers:
         return ""
     lines = Path(file).read_text().splitlines()
-
-    def in_exercise(number):
-        markers = re.findall(r"# (?:end )?exercise.*", "\n".join(lines[:number]))
-        return markers[-1:] == [f"# exercise: {exercise}"]
-
-    number = ([number for number in numbers if in_exercise(number)] or numbers)[-1]
+    before = {n: re.findall(r"# (?:end )?exercise.*", "\n".join(lines[:n])) for n in numbers}
+    inside = [n for n in numbers if before[n][-1:] == [f"# exercise: {exercise}"]]
+    number = (inside or numbers)[-1]
     return f'in "{lines[number - 1].strip()}": '
 
 
 def last_line(folder, file, exercise, rank):
     """own_line() of the stack that a rank has written."""
-    stack = Path(folder, str(rank)).read_text()
-    frames = re.findall(r'File "(.+)", line (\d+) in', stack)[::-1]
-    return own_line([(name, int(number)) for name, number in frames], file, exercise)
+    frames = re.findall(r'File "(.+)", line (\d+) in', Path(folder, str(rank)).read_text())
+    return own_line([(name, int(number)) for name, number in frames[::-1]], file, exercise)
 
 
 def death(process):
@@ -97,4 +96,4 @@ def death(process):
     if process.exitcode >= 0:
         return f"died, exit code {process.exitcode}", "your code ended the whole process"
     name = signal.Signals(-process.exitcode).name
-    return f"died of {name}", DEATHS.get(name, "")
+    return f"died of {name}", hint_at(name)

@@ -1,13 +1,12 @@
 """What all labs share: processes that are ranks, traffic, comparison, tables.
 
-A lab is three files: labs/labN_name.py is the lesson and its exercises, labs/checks/labN.py what
-the grader checks, labs/experiments/labN.py what the finished lab shows. run.py runs a lab, grade.py
-hands it out and grades it. Both import this file; importing it starts nothing.
+A lab is three files: labs/labN_name.py, the lesson and its exercises; checks/labN.py, what grade.py
+checks; experiments/labN.py, what run.py shows. Both import this file; importing it starts nothing.
 """
 
 import gc
 import importlib.util
-import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import sys
@@ -16,8 +15,6 @@ import time
 import traceback
 import warnings
 from contextlib import nullcontext, suppress
-from functools import partial
-from multiprocessing import connection
 from pathlib import Path
 from types import ModuleType
 
@@ -159,8 +156,7 @@ def on_ranks(world, function, *args, timeout=60, apart=False, exercise=None):
     with the line of the lab's file that it was in, first of all one of the exercise.
     apart: the group is ranks 1 to `world` of one more, and no message may go without a group.
     function stands in a module, args and results can be pickled; a lab's module may be among args.
-    Each call has processes of its own, forked from one server that has imported torch: whatever a
-    task leaves behind (a thread, DTensor's caches) reaches no other task.
+    Each call has processes of its own: whatever a task leaves behind reaches no other task.
     """
     context = multiprocessing.get_context("forkserver")
     models = [name for name in sys.modules if name.startswith(MODEL) and ".modeling_" in name]
@@ -180,27 +176,25 @@ def on_ranks(world, function, *args, timeout=60, apart=False, exercise=None):
                 pipes.append(here)
             for pipe in pipes[apart:]:  # rank 0 of a job with one more only has to be there
                 pipe.send((function, args, file, exercise))
-            last = partial(blame.last_line, folder, file, exercise)
-            return collect(processes[apart:], pipes[apart:], timeout, last)
+            return collect(processes[apart:], pipes[apart:], timeout, (folder, file, exercise))
         finally:
             for process in processes:
                 process.kill()
-            for process in processes:
                 process.join()
 
 
-def collect(processes, pipes, timeout, last):
-    """The ranks' results in their order; raises Wrong. last(rank): as last_line() gives it."""
+def collect(processes, pipes, timeout, where):
+    """The ranks' results in their order; raises Wrong. where: what blame.last_line() takes."""
     results, wrong, end = [None] * len(pipes), {}, time.monotonic() + timeout
     busy, died = {pipe: rank for rank, pipe in enumerate(pipes)}, set()
-    while busy and (ready := connection.wait(busy, max(0, end - time.monotonic()))):
+    while busy and (ready := multiprocessing.connection.wait(busy, max(0, end - time.monotonic()))):
         for pipe in ready:
             rank = busy.pop(pipe)
             try:
                 fine, results[rank] = pipe.recv()
             except (EOFError, OSError):
                 fine, (found, hint) = False, blame.death(processes[rank])
-                results[rank] = Wrong(last(rank) + found, hint)
+                results[rank] = Wrong(blame.last_line(*where, rank) + found, hint)
                 died.add(rank)
             if not fine:
                 wrong[rank] = results[rank]
@@ -212,34 +206,40 @@ def collect(processes, pipes, timeout, last):
         for rank in busy.values():
             os.kill(processes[rank].pid, signal.SIGUSR1)
         time.sleep(0.2)  # till they have written their stacks
-        where = [f"rank {rank} {last(rank) or 'behind your code: '}" for rank in busy.values()]
+        lines = {rank: blame.last_line(*where, rank) for rank in busy.values()}
+        said = [f"rank {rank} {line or 'behind your code: '}" for rank, line in lines.items()]
         hint = "a send without its recv, a collective that some rank skips, or a loop without end"
-        raise Wrong(f"{''.join(where)}no answer from ranks {[*busy.values()]} in {timeout} s", hint)
+        raise Wrong(f"{''.join(said)}no answer from ranks {[*busy.values()]} in {timeout} s", hint)
     return results
 
 
-def check_on_rank(group, lab, exercise, seed, bug=None):
+def check_on_rank(group, lab, exercise, seed, bug, compared):
     """The report of an exercise's check on this rank, of a lab's answers; raises Wrong."""
+    if compared:
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
+        group = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
     checks = companion("checks", lab.__file__)
     if bug:
         getattr(checks, bug)(lab)
     return str(checks.CHECKS[exercise][0](lab, group, seed))
 
 
-def check(answers, exercise, seed=0, bug=None, timeout=60):
+def check(answers, exercise, seed=0, bug=None, timeout=60, compared=False):
     """(whether an exercise passes, what was seen, a hint), of the answers in a file.
 
-    Checks that say SUBGROUP run in a group that is not the world.
+    Checks that say SUBGROUP run in a group that is not the world. compared: torch compares calls.
     """
     checks = companion("checks", answers)
     _, world = checks.CHECKS[exercise]
     how = {"apart": world > 1 and getattr(checks, "SUBGROUP", False), "exercise": exercise}
-    args = Path(answers).absolute(), exercise, seed, bug
+    args = Path(answers).absolute(), exercise, seed, bug, compared
     try:
         return True, on_ranks(world, check_on_rank, *args, timeout=timeout, **how)[0], ""
     except Wrong as wrong:
-        world = blame.asks_the_world(answers) if how["apart"] else ""
-        return False, wrong.found, world or wrong.hint
+        if wrong.hint == blame.HINTS["SIGABRT"] and not compared:  # torch may say which differ
+            again = check(answers, exercise, seed, bug, timeout, compared=True)
+            return (False, wrong.found, wrong.hint) if again[0] or "died" in again[1] else again
+        return False, *blame.in_short(wrong, answers, how["apart"])
 
 
 def table(*rows):

@@ -17,7 +17,7 @@ it elsewhere. N tokens of all sequences, h hidden, i intermediate, v vocabulary,
     8 h of attention's 11 h           N 8 h              N 8 h / C          6 C chunks of heads
 
 3 is a selective policy, a compromise: what is expensive to compute is kept, all else runs again.
-5 is a prediction of the peak from shapes alone. The numbers are those of the lessons below.
+5 is a prediction of the peak from shapes alone. The numbers count the exercises.
 
 Tiles: an MLP treats each token by itself, so a tile of tokens at a time can run, in the forward and
 in the backward, where it runs again first. Each tile's intermediates are freed before the next. A
@@ -31,7 +31,7 @@ the tiles run: then the recomputation stops in front of them, and each tile runs
 Where grad mode is off (in a Function's forward, in evaluation) autograd keeps nothing at all.
 
 Forward hooks of a module run with it: the gather and the reduce-scatter of a parallel MLP then lie
-inside the tiles, and what is gathered exists for one tile only. Section 5 applies this to any
+inside the tiles, and what is gathered exists for one tile only. Lesson 5 applies this to any
 script's model, experiments/means.py to attention, too, in tiles and by chunks of heads; with both
 oom_search.py finds the longest sequence that fits.
 

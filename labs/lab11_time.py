@@ -13,8 +13,8 @@ Each part gets a formula from what the hardware can do: floating point operation
 over bytes/s, messages over a ring. That gives the seconds of a step for any model, any cluster and
 any split into data, pipeline and tensor parallelism (dp, pp, tp). Then comes what such formulas
 seldom get: a test. labs/data/published_runs.csv has 838 runs that others measured, with nanotron on
-1 to 64 nodes of 8 H100. Most of what the formulas need is published. Five numbers are not: they are
-read off one half of the runs, and the other half is the judge.
+1 to 64 nodes of 8 H100. Most of what the formulas need is published. Five numbers are not: of 183
+runs without a pipeline one half gives them, and the other half is the judge.
 
 What nanotron does in these runs: bf16, 4096 tokens, 256 sequences a step, gradients accumulated in
 float32, sequence parallelism with tp, inputs gathered again for the backward but no other

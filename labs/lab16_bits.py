@@ -5,7 +5,7 @@ trainer on 8 give the same token different log probabilities. Is that rounding, 
 it may be rounding, every mistake that is as small hides behind it. And a comparison with one
 device, from given weights and without dropout, cannot see what ranks draw at random.
 
-Idea: a sum of floats depends on its order, (a + b) + c is not a + (b + c), and so does a product,
+Idea: a sum of floats depends on its order, (a + b) + c is not a + (b + c); so is a matrix product,
 whose kernel chooses an order by the shape. So fix both, for every P: always compute as BLOCKS ranks
 would, of which a rank of P plays BLOCKS / P. Summands of blocks are added as a tree, neighbours
 first. A rank's own blocks are a whole branch of it, the ranks above that are the rest:

@@ -32,7 +32,7 @@ distribution wanted of the model (1 at the target, or smoothed) and x the logits
 and each of the sums is a sum of P partial sums: two all-reduces, three numbers a token instead of
 v.
 
-    python labs/lab2_megatron_layers.py                       # checks and experiments, about 20 s
+    python labs/lab2_megatron_layers.py                       # checks and experiments
     python labs/lab2_megatron_layers.py --plot lab2.png --json lab2.json
     python labs/lab2_megatron_layers.py --predict 4096        # first your guess, see the last lines
     python labs/lab2_megatron_layers.py --inject-bug list

@@ -19,7 +19,7 @@ travels:
 
 Plain tensor parallelism (TP) holds x whole. It has one message, the all-reduce of dx, under wgrad:
 as many bytes as the two above, under one GEMM instead of two. With C seconds of GEMM and M of
-message, C + M become max(C, M): twice as fast at best, where M = C, and never slower than either
+message, C + M become max(C, M): twice as fast at best, where M = C, and never faster than either
 alone.
 
 Two more habits of Megatron's layer: the gathered x lives in one buffer that all layers share (a

@@ -13,7 +13,8 @@ A mesh is an array of ranks, a group is a line in it. 8 ranks, dp x pp x tp, tp 
 
 tp talks most, so its ranks are neighbours on one node (NVLink). dp sends all gradients, but once a
 step, and can hide that behind the backward; pp sends little. What a rank takes part in, in a
-step (N = b s tokens of its replica, h hidden, L layers of its stage, head and embedding half each):
+step (N = b s tokens of its replica, h hidden, L layers of its stage; the embedding adds a
+reduce-scatter, the head an all-gather):
 
     count       dp           how many targets all replicas have: one number
     forward     tp           2 L all-gathers and 2 L reduce-scatters of N h;  pp: a send of N h / tp
@@ -278,7 +279,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         target_logit = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0)
         both = torch.stack([target_logit, shifted.exp_().sum(-1)])
         target_logit, sum_exp = all_reduce(both, group)
-        # Not saved as peak + log(sum_exp): its rounding swamps 1 - softmax where softmax nears 1
+        # Saved apart, since rounding of peak + log(sum_exp) would swamp a small 1 - softmax
         ctx.save_for_backward(logits, column, elsewhere, peak, sum_exp)
         return sum_exp.log() - target_logit
 

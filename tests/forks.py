@@ -30,7 +30,7 @@ MODELS = {  # As they really come. 2, 3, 4 divide none of vocabulary, intermedia
     "two_kv": {"num_key_value_heads": 2, "tie_word_embeddings": True,
                "pad_token_id": 26},  # the first word of rank 1 of 4
     "bias": {"model_type": "qwen2", "num_key_value_heads": 4, "tie_word_embeddings": False,
-             "pad_token_id": 7, "max_window_layers": 1, **MIXED},  # of q, k and v
+             "pad_token_id": 0, "max_window_layers": 1, **MIXED},  # of q, k and v
     "head_dim": {"model_type": "mistral", "num_key_value_heads": 4, "head_dim": 10,
                  "tie_word_embeddings": False, "sliding_window": 4},
     "olmo2": {"model_type": "olmo2", "num_key_value_heads": 4},
@@ -38,6 +38,8 @@ MODELS = {  # As they really come. 2, 3, 4 divide none of vocabulary, intermedia
              "intermediate_size": 48},  # for DTensor
     "even_bias": {"num_key_value_heads": 4, "tie_word_embeddings": False, "vocab_size": 104,
                   "intermediate_size": 48, "attention_bias": True, "mlp_bias": True},
+    "even_qwen3": {"model_type": "qwen3", "num_key_value_heads": 4, "vocab_size": 104,
+                   "intermediate_size": 48, "head_dim": 4},
     "six_kv": {"num_key_value_heads": 6, "tie_word_embeddings": True, "attention_bias": True,
                "mlp_bias": True, "pad_token_id": 7},
     "longrope": {"num_key_value_heads": 2, "rope_scaling": {  # the padding of 13 tokens to 14
@@ -45,8 +47,8 @@ MODELS = {  # As they really come. 2, 3, 4 divide none of vocabulary, intermedia
         "original_max_position_embeddings": 13}},
     "gpt2": {"model_type": "gpt2"},  # to be refused
     "one_layer": {"num_hidden_layers": 1, "num_key_value_heads": 1},
-    "four_heads": {"num_attention_heads": 4, "num_key_value_heads": 1, "hidden_size": 16},
-    "seven_heads": {"num_attention_heads": 7, "num_key_value_heads": 1, "hidden_size": 28},
+    "uneven_kv": {"model_type": "qwen3", "num_attention_heads": 6, "num_key_value_heads": 2,
+                  "hidden_size": 24, "head_dim": 4},  # on 4 ranks 2 and 1 queries of a KV head
     "deep": {"model_type": "smollm3", "num_hidden_layers": 7, "num_key_value_heads": 4,
              "tie_word_embeddings": True, "attention_bias": True, "pad_token_id": 0,
              "no_rope_layer_interval": 3, "initializer_range": 0.1,

@@ -65,7 +65,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(hasattr(kind, "full_tensor") for kind in types):
-            return NotImplemented  # a DTensor: what it calls comes here, too
+            return NotImplemented  # DTensor's own code runs; what it does to tensors comes here
         out = func(*args, **(kwargs or {}))
         if "empty" in func._opname:
             out.zero_()  # silent peers send nothing: not what memory happens to hold

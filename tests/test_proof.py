@@ -181,6 +181,12 @@ def test_traffic_sees_a_sum_that_is_left_out(ranks, script):
     seen(ranks, script, put, "--model own_kv --mode benchmark --length 8 --bench-iters 1")
 
 
+@pytest.mark.parametrize("more", ["dist.barrier(group)", "dist.broadcast(ids, 0, group)"])
+def test_traffic_sees_a_message_of_any_other_kind(ranks, more):
+    put = {"        loss.backward()": f"        {more}\n        loss.backward()"}
+    seen(ranks, "tp.py", put, "--model even --mode benchmark --length 8 --bench-iters 1")
+
+
 TOO_LARGE = """
 def sum_gradients(model, right=sum_gradients):
     right(model)

@@ -11,8 +11,8 @@ from forks import STRATEGIES, run_script
 
 DIFF = 359  # lines of `diff tp.py sp_megatron.py`
 BUDGETS = {  # lines; nobody adds without taking something away
-    "tp.py": 936, "sp_megatron.py": 984, "sp_ulysses.py": 922, "pp.py": 1174,
-    "oom_search.py": 900, "sp_layout_sim.py": 800, "labs/break_it.py": 421, "tests/*.py": 7946,
+    "tp.py": 935, "sp_megatron.py": 983, "sp_ulysses.py": 918, "pp.py": 1173,
+    "oom_search.py": 900, "sp_layout_sim.py": 800, "labs/break_it.py": 421, "tests/*.py": 7970,
     "tests/answers/*.txt": 2624,
 }  # fmt: skip
 
@@ -39,7 +39,7 @@ BAD = [
     ("tp.py --model nowhere.gguf", "cannot read nowhere.gguf: "),
     ("tp.py --model nobody/nothing", "cannot read nobody/nothing: "),
     ("tp.py --model gpt2", "is a model of type gpt2; llama"),
-    ("tp.py --model tests", "cannot read tests: KeyError"),
+    ("tp.py --model tests", "tests is a model of type None; llama, mistral, "),
     ("sp_ulysses.py --attn flash", "--attn flash needs --dtype bfloat16"),
     ("tp.py --json /nowhere/at/all.json", "No such file or directory: '/nowhere/at/all.json'"),
     ("sp_megatron.py --typo", "unrecognized arguments: --typo"),

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
+from checks.compare import tried
 from checks.tools import noted_waits
 from harness import Traffic, expect, expect_close
 from torch import nn
@@ -46,19 +47,17 @@ def check_make_buckets(lab, group, seed):
         expect(all(mine), f"an empty bucket, of at most {most}", hint)
         flat = [places.get(id(p)) for bucket in mine for p in bucket]
         right = list(range(len(sizes)))[::-1]
-        found = f"buckets of at most {most}: not all parameters once, from the last to the first"
-        hint = "the backward reaches the last layer first: reversed()"
-        if flat == right[: len(flat)]:
-            hint = "the bucket that is not full when the loop ends is lost"
+        found = f"buckets of at most {most} have parameters {flat}, not {right}"
+        hint = "the last first, as the backward comes; none is lost, none moves to an earlier one"
         expect(flat == right, found, hint)
         totals = [sum(p.numel() for p in bucket) for bucket in mine]
         for bucket, total in zip(mine, totals):
             fits, hint = total <= most or len(bucket) == 1, "a new one before it is too full"
-            expect(fits, f"a bucket has {total} numbers of {most}", hint)
+            expect(fits, f"a bucket has {total} numbers (p.numel()) of {most}", hint)
         for following, total in zip(mine[1:], totals):
-            room = most - total - following[0].numel()
-            hint = "fill a bucket" if room else "a bucket may have exactly `most` numbers"
-            expect(room < 0, f"{following[0].numel()} numbers fit beside {total} of {most}", hint)
+            number = following[0].numel()
+            hint = "fill a bucket: it may have exactly `most` numbers, which are no bytes"
+            expect(total + number > most, f"{number} numbers fit beside {total} of {most}", hint)
     return f"{len(sizes)} parameters, last first, in 3 sizes of bucket"
 
 
@@ -83,7 +82,8 @@ def reference(model, group, seed, skips):
     for i, x in enumerate(batches):
         with parallel.no_sync() if i == 0 else nullcontext():
             (loss_of(parallel, x, rank not in skips) * P / total).backward()  # DDP takes the mean
-    return {name: p.grad for name, p in parallel.module.named_parameters()}
+    named = parallel.module.named_parameters()
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named}
 
 
 def arrive(parallel, order):
@@ -96,8 +96,7 @@ def arrive(parallel, order):
         ready = 0
         while ready < len(parallel.buckets) and there.issuperset(parallel.buckets[ready]):
             ready += 1
-        found = f"after {place + 1} of {len(order)} gradients {parallel.started} buckets have "
-        found += f"started when {ready} are complete, and all before them"
+        found = f"after {place + 1} gradients {parallel.started} buckets have started, not {ready}"
         hint = "start() takes the next bucket: all its last gradients have come, in whatever order"
         if parallel.started < ready:
             hint = "start() each that is complete: one gradient may set several free (while)"
@@ -148,9 +147,10 @@ def run_step(parallel, model, own, batches, middle, late):
             loss_of(model, x, middle).backward()
     time.sleep(0.1 * late)
     with noted_waits() as waits:
-        parallel.finish(sum(map(len, batches)))
+        hint = "no gradient here: the other ranks' sum is its gradient; parts in the bucket's order"
+        tried("finish()", hint, parallel.finish, sum(map(len, batches)))
     found = f"finish() waits {len(waits)} times for {len(parallel.buckets)} buckets"
-    expect(len(waits) >= len(parallel.buckets), found, "work.wait(), then read")
+    expect(len(waits) >= len(parallel.buckets), found, "each goes, also an unused one: wait()")
     left = parallel.started, len(parallel.works), len(parallel.arrived)
     hint = "reset(), or the next step finds all of them sent"
     expect(left == (0, 0, 0), f"behind finish() (started, works, arrived) are {left}", hint)
@@ -159,7 +159,7 @@ def run_step(parallel, model, own, batches, middle, late):
 def check_finish(lab, group, seed):
     """Steps in a row against torch's, ranks that skip a layer, one that is late; in float32 too."""
     worst, rank, P = 0, group.rank(), group.size()
-    for dtype, steps in ((torch.float64, [set(), {0}, {1, 2}]), (torch.float32, [{1}])):
+    for dtype, steps in ((torch.float64, [set(), {0, 1, 2}, {0}, {1, 2}]), (torch.float32, [{1}])):
         model = Net(seed).to(dtype)
         parallel = lab.DataParallel(model.parameters(), group, MOST)
         for step, skips in enumerate(steps):
@@ -178,7 +178,7 @@ def check_finish(lab, group, seed):
                 mine = torch.zeros_like(p) if mine is None else mine
                 hints = usual_gradients(mine, group, sum(map(len, batches)), total)
                 limit = EXACT if dtype == torch.float64 else 1e-5
-                hint = "the mean takes the place of .grad: what was there is in the sum"
+                hint = "the sum of all ranks by the tokens of all, in place of .grad, not added"
                 worst = max(worst, expect_close(what, p.grad, right[name], limit, hints, hint))
             most, sent = sum(p.nbytes for p in model.parameters()) + 8, traffic.bytes("all_reduce")
             expect(sent <= most, f"{case}: {sent} bytes all-reduced; {most} will do", "each once")

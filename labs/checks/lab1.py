@@ -10,9 +10,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from checks.compare import expect_same, mistaken, tried
-from checks.link import Link
+from checks.link import Link, expect_order
 from checks.tools import noted_waits, subgroup
 from harness import LABS, Traffic, expect, expect_close, load
+from torch.utils._python_dispatch import _disable_current_modes
 
 MEAN = "the sum of the ranks' parts, not the mean"
 SUBGROUP = True  # the group is not the world, and has other rank numbers
@@ -31,9 +32,21 @@ def ring_inputs(seed, P):
         yield [x.to(dtype) for x in draw_all(seed + n, P, n, 5)]
 
 
-def counted(function, *args):
-    """What function returns, and the Traffic of it."""
-    with Traffic() as traffic:
+def compared(exchange, x, to, source, shape, group):
+    """exchange(); raises Wrong where a rank receives what no rank sends it."""
+    calls, rank, hint = [None] * group.size(), group.rank(), "to, source and shape go with the step"
+    with _disable_current_modes():  # this is no traffic of the learner's
+        dist.all_gather_object(calls, (to, tuple(x.shape)), group=group)
+    takes, (receiver, sent) = tuple(shape), calls[source]
+    found = f"rank {rank} receives {takes} from {source}, which sends {sent} to {receiver}"
+    expect((receiver, sent) == (rank, takes), found, f"shape is that of what comes; {hint}")
+    return exchange(x, to, source, shape, group)
+
+
+def counted(lab, function, *args):
+    """What function returns, and the Traffic of it; exchanges are compared()."""
+    exchange = partial(compared, lab.exchange)
+    with mock.patch.object(lab, "exchange", exchange), Traffic() as traffic:
         return function(*args), traffic
 
 
@@ -49,15 +62,10 @@ def check_traffic(traffic, steps, *targets):
     expect(calls <= steps, f"takes {calls} sends, not {steps}", "one exchange a step")
 
 
-def check_unchanged(x, before):
-    hint = "a chunk is a view: add into a new tensor (a + b), not in place (a += b)"
-    expect(torch.equal(x, before), "the input was overwritten", hint)
-
-
 def on_a_ring(lab, function, *args):
     """counted(), with P - 1 exchanges, all to one neighbour; the last of args is the group."""
     with mock.patch.object(lab, "exchange", wraps=lab.exchange) as exchange:
-        out = counted(function, *args)
+        out = counted(lab, function, *args)
     calls, steps = exchange.mock_calls, args[-1].size() - 1
     expect(len(calls) == steps, f"{len(calls)} exchanges, not {steps}", "P - 1 steps")
     to = {call.args[1] if call.args[1:] else call.kwargs["to"] for call in calls}
@@ -66,29 +74,25 @@ def on_a_ring(lab, function, *args):
     return out
 
 
-def exchange_cases(P):
-    """(places ahead, rows of each rank's x, dtype): forward, backward, pairwise and uneven."""
-    forward, backward = (1, [3] * P, torch.float32), (-1, [1 << 16] * P, torch.float64)
-    return forward, backward, (2, [3] * P, torch.bfloat16), (1, range(P), torch.float32)
-
-
 def check_exchange(lab, group, seed):
     late = "call work.wait() on both: gloo forgives a work that is thrown away, NCCL does not"
     rank, P, group = group.rank(), group.size(), subgroup(group, 10)  # if all wait, so long
-    for ahead, rows, dtype in exchange_cases(P):
+    forward, backward = (1, [3] * P, torch.float32), (-1, [1 << 16] * P, torch.float64)
+    others = (2, [3] * P, torch.bfloat16), backward, (1, range(P), torch.float32)
+    for ahead, rows, dtype in (forward, *others):  # rows of each rank's x
         to, source = (rank + ahead) % P, (rank - ahead) % P
         drawn = zip(rows, draw_all(seed, P, 3, 1 << 16))
         xs = [x[:, :n].T.to(dtype) for n, x in drawn]  # (n, 3), not contiguous
         x, right, before = xs[rank], xs[source], xs[rank].clone()
         with noted_waits() as waits:
-            mine, traffic = counted(lab.exchange, x, to, source, right.shape, group)
+            mine, traffic = counted(lab, lab.exchange, x, to, source, right.shape, group)
         expect(len(waits) >= 2, f"waits for {len(waits)} of 2 transfers", late)
         found = f"{mine.dtype} is returned for {x.dtype}"
         expect(mine.dtype == x.dtype, found, "x.new_empty(shape)")
         swapped = "this comes from rank `to`: it goes to `to` and comes from `source`"
         own = "this is the rank's own x, not what it receives"
         expect_close("what was received", mine, right, 0, {own: x, swapped: xs[to]})
-        check_unchanged(x, before)
+        expect_same("the input", [x], [before])
         check_traffic(traffic, 1, x.nbytes)
     return "exact: forward, backward, pairwise, uneven, in 3 dtypes; one send each"
 
@@ -105,7 +109,7 @@ def check_reduce_scatter(lab, group, seed):
             "only two ranks' parts: send the sum so far": parts[rank] + parts[rank - 1],
             MEAN: sums[rank] / P,
         }
-        check_unchanged(x, xs[rank])
+        expect_same("the input", [x], [xs[rank]])
         hint = "first send chunk rank - 1; to what comes add your own chunk of that number"
         error = expect_close(f"chunk {rank} of {n} rows", mine, sums[rank], 1e-5, hints, hint)
         check_traffic(traffic, P - 1, (n - sizes[rank]) * x[0].nbytes)
@@ -127,7 +131,7 @@ def check_all_gather(lab, group, seed):
         }
         hint = "what comes in step s is chunk rank - s - 1, of that chunk's size, in that place"
         expect_close(f"{n} rows from {P} ranks", mine, torch.cat(shards), 0, hints, hint)
-        check_unchanged(shard, shards[rank])
+        expect_same("the input", [shard], [shards[rank]])
         either = [(n - sizes[(rank + way) % P]) * row for way in (1, -1)]  # way round
         check_traffic(traffic, P - 1, *either)
     return f"exact; {P - 1} steps, {1 - 1 / P:.0%} of the result sent"
@@ -138,8 +142,8 @@ def check_all_reduce(lab, group, seed):
     for xs in ring_inputs(seed, P):
         x, n, total = xs[rank].clone(), len(xs[0]), sum(xs)
         sizes = chunk_sizes(n, P)
-        mine, traffic = counted(lab.ring_all_reduce, x, group)
-        check_unchanged(x, xs[rank])
+        mine, traffic = counted(lab, lab.ring_all_reduce, x, group)
+        expect_same("the input", [x], [xs[rank]])
         hint, mean = "the sum of all ranks' x", {MEAN: total / P}
         error = expect_close(f"the sum of {n} rows", mine, total, hints=mean, hint=hint)
         either = [2 * n - sizes[rank] - sizes[(rank + way) % P] for way in (1, -1)]
@@ -165,24 +169,16 @@ def check_all_to_all(lab, group, seed):
         x = draw_all(seed, P, sum(sends), 5)[rank].to(dtype)
         before, right = x.clone(), x.new_empty(sum(receives), 5)
         dist.all_to_all_single(right, x, receives, sends, group=group)
-        hint = "part `to` goes to rank `to`; what this rank keeps goes to its place, no message"
-        call = lab.all_to_all, x, sends, receives, group
+        hint = "part `to` goes to rank `to`; what rank r sent belongs in place r, the own part too"
+        call = lab, lab.all_to_all, x, sends, receives, group
         mine, traffic = tried("all_to_all", hint, counted, *call)
-        parts = right.split(receives)
-        arrived = [parts[(rank - step) % P] for step in range(P)]
-        mirrored = [parts[(2 * rank - c) % P] for c in range(P)]
-        order = "the parts stand in the order of arrival: what rank r sent belongs in place r"
-        places = "what comes from s ranks behind stands s ranks ahead, where one was sent"
-        hints = {order: torch.cat(arrived), places: torch.cat(mirrored)}
-        if rank == 0:  # there both are the same
-            hints = {f"{order}; or {places}": torch.cat(arrived)}
-        expect_close(f"{sum(receives)} rows from {P} ranks", mine, right, 0, hints, hint)
-        check_unchanged(x, before)
+        expect_close(f"{sum(receives)} rows from {P} ranks", mine, right, 0, hint=hint)
+        expect_same("the input", [x], [before])
         check_traffic(traffic, P - 1, (sum(sends) - sends[rank]) * x[0].nbytes)
     return f"exact, even and uneven; {P - 1} steps, the own rows stay"
 
 
-def expect_gradient(function, args, graph, rank, w, rows, hint, hints):
+def expect_gradient(lab, function, args, graph, rank, w, rows, hint, hints):
     """Compare function.apply(own input, *args)'s gradient and bytes with one device's; the error.
 
     graph: (all ranks' inputs, the outputs made of them). Rank r's loss: (its output * w[r]).sum().
@@ -193,8 +189,8 @@ def expect_gradient(function, args, graph, rank, w, rows, hint, hints):
     backward = partial(torch.autograd.grad, allow_unused=True)
     given = w[rank][: len(out)]
     before = given.clone()
-    (mine,), traffic = counted(backward, out, own, given)
-    check_unchanged(given, before)
+    (mine,), traffic = counted(lab, backward, out, own, given)
+    expect_same("the input", [given], [before])
     loss = sum((y * weights[: len(y)]).sum() for y, weights in zip(outputs, w))
     (right,) = torch.autograd.grad(loss, inputs[rank])
     error = expect_close(f"{function.__name__}'s gradient", mine, right, 1e-5, hints, hint)
@@ -216,14 +212,14 @@ def check_gradients(lab, group, seed):
         hints = {"the rank's own gradient of its shard: the other ranks read it too": own}
         rows = [n - sizes[rank]]
         hint = "the sum of what all ranks did with it; nothing is divided"
-        error = expect_gradient(lab.AllGather, (n, group), graph, rank, w, rows, hint, hints)
+        error = expect_gradient(lab, lab.AllGather, (n, group), graph, rank, w, rows, hint, hints)
 
         graph, alone = (xs, sum(xs).split(sizes)), torch.zeros(n, 5)
         alone.split(sizes)[rank].copy_(w[rank][: sizes[rank]])
         hints = {"only the own chunk has a gradient here: others' are on other ranks": alone}
         rows = [n - sizes[(rank + way) % P] for way in (1, -1)]
         hint = "each chunk's gradient, as it is, from the rank that has the chunk's sum"
-        expect_gradient(lab.ReduceScatter, (group,), graph, rank, w, rows, hint, hints)
+        expect_gradient(lab, lab.ReduceScatter, (group,), graph, rank, w, rows, hint, hints)
 
         sends, receives = table[rank], [row[rank] for row in table]
         mixed = [x.detach()[: sum(row)].requires_grad_() for x, row in zip(xs, table)]
@@ -232,7 +228,7 @@ def check_gradients(lab, group, seed):
         hints = {"sent forward again: on the way back `receives` is what is sent": again}
         args, rows = (sends, receives, group), [sum(receives) - receives[rank]]
         hint = "a row's gradient comes back from the rank that the row went to"
-        expect_gradient(lab.AllToAll, args, (mixed, outs), rank, w, rows, hint, hints)
+        expect_gradient(lab, lab.AllToAll, args, (mixed, outs), rank, w, rows, hint, hints)
     return f"off by {error:.0e} from one device; as many bytes as forward"
 
 
@@ -245,11 +241,10 @@ def check_overlap(lab, group, seed):
     args = [tensor.clone() for tensor in given]
     with Link({weights[0].numel(): "dw"}, delay=partial(time.sleep, 0.1)) as link:
         dx, dw = (tensor.clone() for tensor in lab.linear_backward(*args, group))
-    order = [what for what, _, _ in link.log]
-    hint = "a rank's columns give a part of dx: dist.all_reduce(dx, group=group, async_op=True)"
-    expect("start all_reduce" in order, "dx is not summed over the ranks", hint)
-    found, hint = "dx came back before the sum had arrived", "work.wait() before you return dx"
-    expect("wait all_reduce" in order, found, hint)
+    first = "sum dx over the ranks (dist.all_reduce, async_op=True), and compute dw meanwhile"
+    last = "work.wait() after dw, before you return dx; without async_op=True it waits at once"
+    order = ("start all_reduce", "dw", first), ("dw", "wait all_reduce", last)
+    expect_order(link.log, order)
     right = sum(g @ w for g, w in zip(grads, weights))  # all columns together
     expect_same("an argument", args, given)
     own = {MEAN: right / P, "sum dx itself, not a copy of it": grads[rank] @ weights[rank]}
@@ -257,14 +252,6 @@ def check_overlap(lab, group, seed):
     error = expect_close("dw", dw, grads[rank].T @ xs[0], hint="grad.T @ x, the rank's own")
     one = link.traffic.ops == {"all_reduce": [1, args[0].nbytes]}
     expect(one, f"calls {link.traffic.ops}", "one all-reduce, of dx; dw is the rank's own")
-    expect("dw" in order, "no matrix product gives dw", "dw = grad.T @ x")
-    hint = "start the all-reduce of dx first (async_op=True), compute dw, then wait"
-    early = order.index("dw") < order.index("start all_reduce")
-    expect(not early, "dw is computed before the all-reduce starts", hint)
-    hint = "wait for the all-reduce (work.wait()) after dw, not before; "
-    hint += "without async_op=True it waits at once"
-    late = order.index("dw") > order.index("wait all_reduce")
-    expect(not late, "dw is computed after the all-reduce, not meanwhile", hint)
     return f"off by {error:.0e}; dw computed while the sum was under way"
 
 

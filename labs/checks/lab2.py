@@ -21,6 +21,7 @@ all_reduce, keep, split = finished.all_reduce, finished.keep, finished.split
 
 SUM = "every rank's part goes into the sum"
 MEAN = "the sum, not the mean"
+MODE = "TP: ", "SP: "  # what messages begin with, by sequence_parallel
 TOO_LARGE = "dy is the same on all ranks, and summed it is P times too large"
 
 
@@ -62,8 +63,7 @@ def expect_parts(layer, full, parts):
         expect(mine is not right, f"{name} is the full layer's", hint)
         expect_close(f"the gradient of {name}", mine.grad, right.grad[part], hint=hint)
         held = mine.untyped_storage().nbytes()
-        found = f"{name} keeps {held} bytes, not {mine.nbytes}"
-        expect(held == mine.nbytes, found, "a view keeps the whole")
+        expect(held == mine.nbytes, f"{name} keeps {held} bytes", "a view keeps the whole")
 
 
 def check_copy_to_tp_region(lab, group, seed):
@@ -105,7 +105,7 @@ def check_gather_from_sp_region(lab, group, seed):
     hints = {
         "y": {"ranks are joined along dim 0, tokens are dim 1": joined},
         "dx": {SUM: dys[rank][:, own], MEAN: wanted["dx"] / P},
-        "otherwise": "forward all tokens, joined along dim 1; backward own tokens of the sum",
+        "otherwise": "all-gather along dim 1; backward reduce-scatter: own tokens of the sum",
     }
     given = {"x": x[:, own].clone(), "dy": dys[rank]}
     error = run_and_compare(lambda x: lab.gather_from_sp_region(x, group), given, wanted, hints)
@@ -122,7 +122,7 @@ def check_reduce_scatter_to_sp_region(lab, group, seed):
         sent = {"forward": {"reduce_scatter": nbytes}, "backward": {"all_gather": nbytes}}
         wanted = {"y": y, "dx": dy, **sent, "kept": 0}
         hints = {"y": {SUM: tokens_of(xs[rank], group), MEAN: y / P}, "dx": {TOO_LARGE: P * dy}}
-        hints["otherwise"] = "forward own tokens of the sum; backward ctx.length tokens, gathered"
+        hints["otherwise"] = "reduce-scatter; backward all-gather: ctx.length tokens, as they are"
         given = {"x": xs[rank], "dy": tokens_of(dy, group)}
         error = run_and_compare(lambda x: region(x, group), given, wanted, hints)
     return f"own tokens of the sum, off by {error:.0e}; dx of all tokens; {nbytes} bytes each way"
@@ -150,7 +150,7 @@ def check_gathered_linear(lab, group, seed):
     wanted["backward"] = {"all_gather": x.nbytes, "reduce_scatter": x.nbytes}
     wanted["kept"] = mine.nbytes
     hints = {"dx": {SUM: tokens_of(dy @ weight.detach(), group)}}
-    hints["otherwise"] = "dx is own tokens of a sum; y, dW and db are this rank's, of all tokens"
+    hints["otherwise"] = "y (with bias), dW, db: this rank's, of all tokens; dx: own of a sum"
     given, run = {"x": mine, "dy": dy}, lambda x: lab.gathered_linear(x, weight, bias, group)
     error = run_and_compare(run, given, wanted, hints, parameters=(weight, bias))
     hint = "own output features, summed over all tokens: no sum over the ranks"
@@ -167,7 +167,8 @@ def check_column_parallel_linear(lab, group, seed):
         linear, x, y, dx, dy = one_device(randn, tokens, uneven(), uneven(), bias)
         start, end = split(linear.out_features, group.rank(), P)
         part, weight = slice(start, end), linear.weight.detach()
-        layer = lab.ColumnParallelLinear.from_linear(linear, group, sequence_parallel=parallel)
+        hint = "rows split(out, rank, P) of weight and bias; x enters once, by f or g; y stays cut"
+        layer = tried("it", hint, lab.ColumnParallelLinear.from_linear, linear, group, parallel)
         given = {"x": x, "dy": dy[..., part].clone()}
         wanted = {"y": y[..., part], "dx": dx, "forward": {}, "backward": {"all_reduce": x.nbytes}}
         lacking = given["dy"] @ weight[part]  # dx through this rank's part alone
@@ -177,9 +178,9 @@ def check_column_parallel_linear(lab, group, seed):
             wanted["forward"] = {"all_gather": gathered}
             wanted["backward"] = {"all_gather": gathered, "reduce_scatter": gathered}
         hints = {"y": {"the bias is missing": x @ weight[part].T}, "dx": {SUM: lacking}}
-        hints["otherwise"] = "weight, bias: rows split(out, rank, P); x enters once, by f or g"
+        hints["otherwise"] = hint
         run = partial(first_tokens, layer, tokens)
-        worst = max(worst, run_and_compare(run, given, wanted, hints))
+        worst = max(worst, run_and_compare(run, given, wanted, hints, MODE[parallel]))
         expect_parts(layer, linear, {"weight": part, "bias": part})
     return f"y, dx, dW, db, off by {worst:.0e}, with and without sequence parallelism, bias"
 
@@ -190,7 +191,8 @@ def check_row_parallel_linear(lab, group, seed):
     for parallel, bias in itertools.product([False, True], [False, True]):
         linear, x, y, dx, dy = one_device(randn, tokens, uneven(), uneven(), bias)
         start, end = split(linear.in_features, rank, P)
-        layer = lab.RowParallelLinear.from_linear(linear, group, sequence_parallel=parallel)
+        hint = "columns split(in, rank, P); no f; leave by g, or SP's; rank 0 adds the bias before"
+        layer = tried("it", hint, lab.RowParallelLinear.from_linear, linear, group, parallel)
         given = {"x": x[..., start:end].clone(), "dy": dy}
         wanted = {"y": y, "dx": dx[..., start:end]}
         wanted |= {"forward": {"all_reduce": y.nbytes}, "backward": {}}
@@ -200,13 +202,12 @@ def check_row_parallel_linear(lab, group, seed):
             wanted |= {"forward": {"reduce_scatter": P * share.nbytes}, "y": share[:, :count]}
             wanted |= {"backward": {"all_gather": P * share.nbytes}}
             given["dy"] = dy = tokens_of(dy, group)[:, :count]
-        hints = {"dx": {TOO_LARGE: P * wanted["dx"]}}
-        hints["otherwise"] = "columns split(in, rank, P); a partial sum, rank 0's with bias, leaves"
+        hints = {"dx": {TOO_LARGE: P * wanted["dx"]}, "otherwise": hint}
         if bias:
             more = (P - 1) * linear.bias.detach()
             hints["y"] = {"the bias is added on every rank": wanted["y"] + more}
         run = partial(first_tokens, layer, count)
-        worst = max(worst, run_and_compare(run, given, wanted, hints))
+        worst = max(worst, run_and_compare(run, given, wanted, hints, MODE[parallel]))
         if bias and layer.bias is not None:
             own = {"it saw this rank's tokens only": dy.sum((0, 1))}
             expect_close("the gradient of bias", layer.bias.grad, linear.bias.grad, hints=own)
@@ -261,8 +262,8 @@ def check_vocab_parallel_embedding(lab, group, seed):
         wanted["dx"], mine = embedding.weight.grad[start:end], ids.clone()
         run = partial(run_with_weight, layer, mine)
         given, hints = {"x": layer.weight.detach(), "dy": dy}, {"y": hints, "dx": learned}
-        hints["otherwise"] = "row id - start, zero outside [start, end); leave as a partial sum"
-        worst = max(worst, run_and_compare(run, given, wanted, hints))
+        hints["otherwise"] = "row id - start, zero outside [start, end); leave by g, or SP's"
+        worst = max(worst, run_and_compare(run, given, wanted, hints, MODE[parallel]))
         expect(torch.equal(ids, mine), "the ids are overwritten", IN_PLACE)
     return f"y, dW, off by {worst:.0e}, with and without sequence parallelism, padding row"
 
@@ -292,10 +293,10 @@ def check_cross_entropy_forward(lab, group, seed):
         loss = partial(lab.vocab_parallel_cross_entropy, shard, wanted, group, smoothing, ignore)
         with Traffic() as traffic:
             mine = tried("the loss", hint, loss)
-        hint = "take the peak off before exp(); 0 times minus infinity is no number"
+        hint = "take the peak of all ranks off before exp(); 0 times minus infinity is no number"
         expect(mine.isfinite().all(), "the loss is not finite", hint)
         hints = usual_losses(x - x.amax(-1, keepdim=True), wanted, smoothing, ignore, group)
-        hint = "wanted: q (x - peak); q = 1 - smoothing at the target, + smoothing / vocab"
+        hint = "wanted: all ranks' q (x - peak); q = 1 - smoothing at the target, + smoothing / v"
         worst = max(worst, expect_close("the loss", mine, right, hints=hints, hint=hint))
         expect(torch.equal(shard, x[..., start:end]), "the logits are overwritten", IN_PLACE)
         most, hint = {"all_reduce": 3 * right.nbytes + 8 * P}, "three numbers a token"
@@ -354,7 +355,10 @@ def check_cross_entropy_backward(lab, group, seed):
         given = {"x": logits[..., start:end].clone(), "dy": dy}
         how = {"target": target, "group": group, "label_smoothing": smoothing}
         loss = partial(lab.vocab_parallel_cross_entropy, **how)
-        hints = {"dx": hints, "otherwise": "(softmax - q) times each token's grad"}
+        hint = (
+            "(softmax - q) times each token's grad; q: 1 - smoothing at the target, + smoothing / v"
+        )
+        hints = {"dx": hints, "otherwise": hint}
         worst = max(worst, run_and_compare(loss, given, wanted, hints))
     return f"d loss / d logits, off by {worst:.0e}, smoothed or not; nothing sent"
 

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from checks import watching
-from checks.compare import tried
+from checks.compare import expect_same, tried
 from checks.tools import run_and_compare, subgroup
 from checks.watching import numbers
 from harness import LABS, Wrong, expect, expect_close, load
@@ -17,7 +17,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 SUBGROUP = True  # the group is not the world, and has other rank numbers
 finished = load(LABS / "lab3_pitfalls.py")  # not the learner's
 IGNORE, all_reduce = finished.IGNORE, finished.all_reduce
-CHUNK = "tensor_split, not chunk: where P does not divide, the first ranks hold one more"
 
 
 def check_transposed_weights(lab, group, seed):
@@ -28,8 +27,8 @@ def check_transposed_weights(lab, group, seed):
             right = weight.tensor_split(world)[rank]
             columns = weight.T.tensor_split(world)[rank]
             hints = {"these are columns, inputs: torch keeps a weight as (out, in)": columns}
-            hints |= {CHUNK: weight.chunk(world)[rank]}
-            name, hint = f"the shard of rank {rank} of {world}", "rows, one more on the first ranks"
+            name = f"the shard of rank {rank} of {world}"
+            hint = "outputs are rows, weight being (out, in); the first ranks hold one more"
             error = expect_close(name, shard, right, hints=hints, hint=hint)
             alone = shard.untyped_storage().nbytes() == shard.nbytes
             expect(alone, "the shard is a view", "it keeps the whole matrix in memory: clone it")
@@ -42,6 +41,7 @@ def check_copy_without_no_grad(lab, group, seed):
     before, parameter = linear.weight.detach().clone(), linear.weight
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     lab.right_copy_without_no_grad(parameter, value)
+    expect_same("value", [value], [numbers(seed, 4, 6)])
     hints = {"nothing arrived: a name bound anew changes no parameter": before}
     hint = "value's numbers, as they are: copy_(), under no_grad()"
     expect_close("the parameter", parameter.detach(), value, hints=hints, hint=hint)
@@ -66,7 +66,7 @@ def check_parallelize_order(lab, group, seed):
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
     mesh = DeviceMesh.from_group(subgroup(group, 10), "cpu")
     given = {name: tensor.clone() for name, tensor in weights.items()}
-    hint = "first memory on the device, then the weights, then the cut; return the model"
+    hint = "on every rank memory on the device, then the weights, then the cut; return the model"
     model = tried("it", hint, lab.right_parallelize_order, model, mesh, plan, given)
     expect(isinstance(model, nn.Module), f"{model} is returned", hint)
     expect(given.keys() == weights.keys(), "weights has lost some", "it is the caller's: copy it")
@@ -84,13 +84,13 @@ def check_parallelize_order(lab, group, seed):
 
 
 class TinyModel(nn.Module):
-    """An embedding (v, h) and a head, tied or not."""
+    """An embedding (v, h) and a head, tied or not, of equal numbers."""
 
     def __init__(self, seed, tied):
         super().__init__()
         self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
         self.embed.weight = nn.Parameter(numbers(seed, 8, 4))
-        self.head.weight = self.embed.weight if tied else nn.Parameter(numbers(seed + 1, 8, 4))
+        self.head.weight = self.embed.weight if tied else nn.Parameter(numbers(seed, 8, 4))
 
     def get_input_embeddings(self):
         return self.embed
@@ -119,7 +119,7 @@ def check_untied_weights(lab, group, seed):
         count = len(list(model.parameters()))
         hint = "parallelize_module makes a Parameter for each: give the head the embedding's again"
         expect(not tied or count == 1, f"{count} parameters where one was shared", hint)
-        expect(tied or count == 2, "weights that were two are one", "tie only what was tied before")
+        expect(tied or count == 2, "weights that were two are one", "tie only what was one before")
         grad = model.embed.weight.grad.full_tensor()
         error = expect_close("the embedding's gradient", grad, whole.embed.weight.grad)
     return f"one Parameter, gradient off by {error:.0e}"
@@ -159,7 +159,7 @@ def check_f_per_projection(lab, group, seed):
         "summed twice: one f is enough": total * group.size(),
         "f stands at the block's entrance, not at its output": mine * group.size(),
     }
-    hints = {"dx": hints, "otherwise": "one f for q, k and v together, which are called as before"}
+    hints = {"dx": hints, "otherwise": "one f, forward x as it is; x by position, the rest by name"}
     for call in (lambda x: mlp(x, scale=3), lambda x: attention(hidden_states=x, scale=3)):
         error = run_and_compare(call, {"x": x, "dy": dy}, wanted, hints)
     return f"1 all-reduce for 3 projections, dx off by {error:.0e}"
@@ -176,8 +176,10 @@ def check_returned_tuples(lab, group, seed):
         if rest:
             whole = isinstance(result, tuple) and len(result) == 1 + len(rest)
             whole = whole and all(one is other for one, other in zip(result[1:], rest))
-            expect(whole, "the rest of the tuple is lost", "return a tuple: (the sum, *the rest)")
+            expect(whole, "the rest of the tuple differs", "return a tuple: (the sum, *the rest)")
             (result, *_) = result
+        kind = type(result).__name__
+        expect(isinstance(result, torch.Tensor), f"the sum is a {kind}", "no tensor becomes one")
         same = torch.equal(out, mine) and result.requires_grad
         expect(same, "the output given is overwritten, or has no graph", "a sum in place: use g")
         return result
@@ -185,7 +187,7 @@ def check_returned_tuples(lab, group, seed):
     wanted = {"y": total, "dx": dy, "forward": {"all_reduce": dy.nbytes}, "backward": {}}
     first = {"out[0] of a tensor is its first sequence": torch.cat([total[:1], mine[1:]])}
     hints = {"y": first, "dx": {"P times too large: g's backward sends nothing": dy * len(parts)}}
-    hints["otherwise"] = "by g, once: a sum in the forward, dy as it is in the backward"
+    hints["otherwise"] = "by g, once: the tensor, or a tuple's first, whose rest stays as it is"
     for name, rest in {"attention's ": (weights, "cache"), "the MLP's ": ()}.items():
         run = partial(block, rest)
         error = run_and_compare(run, {"x": mine, "dy": dy}, wanted, hints, name)
@@ -215,7 +217,7 @@ def check_autograd_kwargs(lab, group, seed):
         return {"x": x.grad, "a tensor among kwargs": base.grad, "the block": linear.weight.grad}
 
     right = gradients(lambda block, x, **kwargs: block(x, **kwargs))
-    hint = "give apply() each tensor as an argument of its own: autograd looks into no dict"
+    hint = "each tensor goes to apply() itself (autograd looks into no dict), others has the rest"
     mine = tried("a step", hint, gradients, recomputed)
     for name, grad in mine.items():
         expect(grad is not None, f"no gradient for {name}", hint)
@@ -229,10 +231,11 @@ def check_retain_grad(lab, group, seed):
     weight, dy = numbers(seed, 6, 4), numbers(seed + 1, 3, 4)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         received = numbers(seed + 2, 3, 6)
-        hidden = lab.right_retain_grad(received.clone(), dtype)
+        hint = "what recv filled has no graph yet: requires_grad_()"
+        hidden = tried(f"{dtype}", hint, lab.right_retain_grad, received.clone(), dtype)
         expect_close("the stage's input", hidden, received.to(dtype))
         expect(hidden.dtype == dtype, f"the stage's input is {hidden.dtype}", f"cast it to {dtype}")
-        expect(hidden.requires_grad, "the stage's input has no graph", "requires_grad_ on a leaf")
+        expect(hidden.requires_grad, "the stage's input has no graph", hint)
         hidden.matmul(weight.to(dtype)).backward(dy.to(dtype))
         got = hidden.grad if hidden.is_leaf or hidden.retains_grad else None
         hint = "after a cast it is no leaf: retain_grad(), or make it one with detach()"
@@ -247,16 +250,12 @@ def check_local_positions(lab, group, seed):
     for length, world in ((8, 2), (4 * (2 + seed % 5) + 1, 4)):
         for rank in range(world):
             mine = lab.right_local_positions(length, rank, world)
-            local, chunk = torch.arange(len(mine)), -(-length // world)
             right = torch.arange(length).tensor_split(world)[rank]
-            hints = {
-                "counted from 0 on every rank": local,
-                "the ranks before hold chunks of two sizes": local + rank * (length // world),
-                "the ranks before do not all hold the larger chunk": local + rank * chunk,
-            }
-            name = f"positions of rank {rank} of {world}, {length} tokens,"
-            hint = "those of the whole sequence, from 0, (s/P) in one piece"
-            expect_close(name, mine, right, hints=hints, hint=hint)
+            name = f"rank {rank} of {world}, {length} tokens: {mine}, not {right},"
+            hint = (
+                "where its tokens stand in the whole sequence; only the first ranks hold one more"
+            )
+            expect_close(name, mine, right, hint=hint)
             whole = not mine.is_floating_point()
             expect(whole, f"the positions are {mine.dtype}", "whole numbers, which may be indices")
     return "each token at its own place"
@@ -294,15 +293,12 @@ def check_chunk_boundary(lab, group, seed):
             around = before.roll(-1, 1).tensor_split(world, 1)[rank]
             hints = {
                 "each chunk's last token has a target too: shift first, cut then": local,
-                "these are the tokens, not their successors": before.tensor_split(world, 1)[rank],
                 "the last token of all has no target: IGNORE": around,
-                CHUNK: shifted.chunk(world, 1)[rank],
             }
             right = shifted.tensor_split(world, 1)[rank]
-            same = torch.equal(ids, before)
-            expect(same, "the tokens are overwritten", "the model still needs them")
-            hint = "each token's successor, IGNORE after the last; shifted once, then cut in dim 1"
-            what = f"targets of rank {rank} of {world}"
+            expect_same("ids", [ids], [before])
+            hint = "each token's successor, IGNORE at the end; then cut in dim 1 as tensor_split()"
+            what = f"rank {rank} of {world}: {mine.tolist()}, not {right.tolist()},"
             expect_close(what, mine, right, hints=hints, hint=hint)
     return "one target lost in all, on 2 and 3 ranks"
 
@@ -318,11 +314,11 @@ def check_loss_without_graph(lab, group, seed):
     right.backward()
     chunk = logits.chunk(world, 1)[rank].clone().requires_grad_()
     alone = F.cross_entropy(chunk.detach().flatten(0, 1), targets.chunk(world, 1)[rank].flatten())
-    loss = lab.right_loss_without_graph(chunk, targets, group)
     mean = all_reduce(alone, group) / world
     hints = {"this is the mean over the rank's own tokens": alone}
     hints |= {"a mean of means: ranks have different numbers of targets": mean}
     hint = "the mean over all targets but IGNORE, each rank's logits in its place"
+    loss = tried("the loss", hint, lab.right_loss_without_graph, chunk, targets, group)
     error = expect_close("the loss", loss, right.detach(), hints=hints, hint=hint)
     trap = "P times too large: P ranks compute this loss, and the gather sums them"
     try:

@@ -71,9 +71,11 @@ def check_own_frame(lab, group, seed):
         expect(mine and mine[0] not in ("wait", "acquire"), found, hint)
         hint = f"line {above + 7} is the call of a function of the same file: the innermost first"
         expect(mine != outermost, found, hint)
-        hint = "line 3 is of another file, whose path only ends alike: compare whole paths"
+        hint = "line 3 is of another file: the line is the program's own, and compare whole paths"
         expect(mine[1] != 3, found, hint)
-        expect(not isinstance(mine[1], str), f"the line is {mine[1]!r}", "a number: int()")
+        expect(
+            not isinstance(mine[1], str), f"{mine}", "the function, then the line, a number: int()"
+        )
         hint = "the function: the block's first line; the line: the first one of the program's file"
         expect(mine == innermost, found, hint)
     for text, file in (("", path), (stack, "/home/me/other.py")):
@@ -98,10 +100,11 @@ def check_first_difference(lab, group, seed):
     said = [finished.called(entry) for entry in full]
     for what, changed in (("op", ("broadcast", draw[other])), ("size", ("all_reduce", 99))):
         theirs = record(1, *calls[:other], changed, *calls[other + 1 : -1], ("barrier", 0))
-        want = other + 1, [said[other]] * 2 + [finished.called(theirs[other])]
-        hint = {"op": "compare what called() says", "size": "called() has the sizes, too"}[what]
-        hint += ", of all ranks, and return at the first number"
-        expect_difference(lab, [full, full, theirs], want, f"another {what}", hint)
+        ours, one = said[other], finished.called(theirs[other])
+        hint = "compare what called() says, sizes too, of all ranks; return at the first number"
+        third, second = (other + 1, [ours, ours, one]), (other + 1, [ours, one, ours])
+        expect_difference(lab, [full, full, theirs], third, f"another {what}", hint)
+        expect_difference(lab, [full, theirs, full], second, f"another {what}", hint)
     never = late + 1, [said[late]] * 2 + [None]
     hint = "a record that is shorter: the rank never came to this call, None"
     expect_difference(lab, [full, full, full[:late]], never, "a rank that stopped", hint)
@@ -175,7 +178,7 @@ def check_skipped_collective(lab, group, seed):
         parts = [finished.gradient_of(batch, alone) for batch in step]
         alone = alone - finished.RATE * sum(part for part in parts if part.isfinite().all())
     finite = result is not None and result.isfinite().all()
-    hint = "a gradient that is not finite has been added: look at all of it, for inf and nan"
+    hint = "a gradient that is not finite has been added: look at all of it, on all ranks"
     expect(finite, f"the weight is {result}", hint)
     hints = {"one rank's gradient was left out: all ranks leave the step out": alone}
     hints |= {"the sum over the ranks, not the mean": mean, "the steps behind it count": until}
@@ -199,7 +202,7 @@ def check_two_orders(lab, group, seed):
     order = names[seed % 3 :] + names[: seed % 3]
     order = order if rank == 0 else [*reversed(order)]
     tensors = {name: values[name][rank].clone() for name in order}
-    hint = "the ranks' calls come in different orders: choose one that is the same on all ranks"
+    hint = "the ranks' calls differ in their order, or in a broadcast's source, rank 0 for all"
     expect_no_hang(lab, "two_orders", (given := dict(tensors),), group, hint, len(names))
     same = all(given.get(name) is tensor for name, tensor in tensors.items())
     expect(same, "the dict has other values than its tensors", "in place: they are the caller's")
@@ -231,9 +234,12 @@ def check_uneven_batches(lab, group, seed):
         }
         hints = {text: one_device(weight, *case) for text, case in hints.items()}
         right = one_device(weight, data, max(counts), True)
-        hint = "the sum of all ranks' gradients, divided by the number of all their sequences"
+        hint = "as many steps as the longest has; in each, all ranks' sum by all their sequences"
         finite = result is not None and result.isfinite().all()
         expect(finite, f"the weight is {result}", "so many steps as the longest, and not one more")
+        everyone = on_every_rank(result.tolist(), group)
+        same = "every rank takes every step, with the same sum, also one that has no batch"
+        expect(everyone[0] == everyone[1], f"the ranks' weights differ: {everyone}", same)
         error = expect_close("the weight", result, right, hints=hints, hint=hint)
     return f"2 and 4 batches, 3 and none: weight off by {error:.0e}"
 
@@ -257,12 +263,12 @@ def check_crossed_messages(lab, group, seed):
     for count in (5, 1 << 20):
         xs = numbers(seed, world, count)
         time.sleep(0.2 * (rank == seed % world))
-        hint = "somebody has to receive while somebody sends: isend, or one half receives first"
+        hint = "the next rank has to receive while this one sends: isend, or one receives first"
         received = expect_no_hang(lab, "crossed_messages", (xs[rank].clone(),), group, hint, 2)
         hints = {"that is the next rank's: send to it, and receive from the one before": 1}
         hints |= {"that is the rank's own: wait for what is received": 0}
         hints = {text: xs[(rank + step) % world] for text, step in hints.items()}
-        error = expect_close("what was received", received, xs[rank - 1], hints=hints)
+        error = expect_close("what was received", received, xs[rank - 1], hints=hints, hint=hint)
     return f"a ring of {world} ranks, 20 bytes and 4 MiB, off by {error:.0e}"
 
 

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from checks import buckets
-from checks.compare import tried
-from checks.link import Link
+from checks.compare import expect_same, tried
+from checks.link import Link, expect_order
 from checks.tools import Kept
 from harness import LABS, Wrong, expect, expect_close, load
 
@@ -98,20 +98,10 @@ def kept_storages(layer, function, group):
     return y, kept.storages
 
 
-def expect_order(log, wanted):
-    """Raise Wrong unless the log has, for each (first, then, hint), first before then."""
-    order = [what for what, _, _ in log]
-    for first, then, hint in wanted:
-        for what in first, then:
-            expect(what in order, f"no '{what}' in the backward: {', '.join(order)}", hint)
-        found = f"'{then}' is before '{first}': {', '.join(order)}"
-        expect(order.index(first) < order.index(then), found, hint)
-
-
 def expect_moved(link, nbytes, ops):
     """Raise Wrong unless the link carried each of ops once, with so many message bytes in it."""
     moved, wanted = link.traffic.ops, {op: [1, nbytes] for op in ops}
-    expect(moved == wanted, f"[calls, bytes] moved: {moved}, not {wanted}", "all tokens, once")
+    expect(moved == wanted, f"[calls, bytes]: {moved}, not {wanted}", "all tokens, once; no dW, db")
 
 
 def weight_gradient_of(layer):
@@ -140,9 +130,7 @@ def expect_same_as_one_device(layer):
         hint = "memory of BUFFER is the next layer's: never keep or return it"
         late = "read before it had arrived: wait() for it first"
         expect_close(f"{name}, after another layer's turn,", mine, right, 1e-5, {hint: mine}, late)
-    names = zip(["x", "weight", "dy"], (layer.x, layer.weight, layer.dy), layer.given)
-    for name, now, before in names:
-        expect(torch.equal(now, before), f"{name} is overwritten", "a collective works in place")
+    expect_same("x, weight or dy", (layer.x, layer.weight, layer.dy), layer.given)
     return worst
 
 
@@ -165,7 +153,7 @@ def check_layers(function, group, seed, way, order, forward, backward):
         expect(kept <= layer.x.nbytes, found, "keep the shard x, not the gathered one")
     for layer in reversed(layers):
         with Link(layer.gemms, delay=delay) as link:
-            hint = "backward returns dx, dW, db, None, each as large as forward's x, weight, bias"
+            hint = "dW is of all tokens; returned are dx, dW, db, None, as large as x, weight, bias"
             tried("the backward", hint, layer.out.backward, layer.dy)
             expect(layer.x.grad is not None, "dx is None", "backward returns it first")
             early = layer.x.grad.clone()  # before what was not waited for arrives
@@ -173,7 +161,8 @@ def check_layers(function, group, seed, way, order, forward, backward):
         expect_moved(link, shards * layer.x.nbytes, backward)
         hints = {"every rank's part of dx goes into the sum, before it is returned": layer.own_dx}
         hints["a sum over the ranks, not a mean"] = layer.dx / group.size()
-        worst = max(worst, expect_close("dx", early, layer.dx, hints=hints))
+        hint = "grad @ weight, summed over the ranks, in memory that no other message uses"
+        worst = max(worst, expect_close("dx", early, layer.dx, hints=hints, hint=hint))
         mine, hint = weight_gradient_of(layer), "dy^T x, both of all tokens"
         if not mine.isfinite().all():
             hint = "wgrad has read what a message is still writing: is dx in BUFFER, too?"
@@ -211,9 +200,7 @@ def check_memory_buffer(lab, group, seed):
     expect(old is not None, found, "the key is (name, dtype), the value a flat tensor")
     old, first, small = weakref.ref(old), None, None
     large = get(a + 1, b, c)
-    expect(
-        old() is None, "memory that was too small is kept, or too large", "the largest asked for"
-    )
+    expect(old() is None, "memory that was too small is kept", "the largest asked for, alone")
     held = large.untyped_storage().nbytes()
     expect(held == large.nbytes, f"{held} bytes are held for {large.nbytes}", "the largest alone")
     expect(get(a, c).data_ptr() == large.data_ptr(), "it shrinks again", "it only grows")
@@ -248,8 +235,7 @@ def check_accumulation_fusion(lab, group, seed):
     expect_close("dW without main_grad", mine, alone, 1e-2, hint="dW (o/P, h) = grad^T x")
     expect(mine.dtype == x.dtype, f"dW is {mine.dtype}", "without main_grad in the dtype of x")
     lab.weight_gradient(grad, x, main_grad.clone())
-    same = torch.equal(grad, given[0]) and torch.equal(x, given[1])
-    expect(same, "grad or x is overwritten", "other parts of the backward read them")
+    expect_same("grad or x", (grad, x), given)
     weight.main_grad = main_grad
     for _ in range(batches):  # the same sign in all: as gradients are, and where bfloat16 stalls
         x, grad = randn(s, b, h).abs().bfloat16(), randn(s, b, o).abs().bfloat16()

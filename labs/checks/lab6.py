@@ -7,7 +7,7 @@ from functools import partial, partialmethod
 
 import torch
 import torch.nn.functional as F
-from checks.compare import raised, tried
+from checks.compare import expect_same, raised, tried
 from checks.tools import draw_from, expect_traffic, run_and_compare, subgroup
 from harness import LABS, Traffic, expect, expect_close, load
 from torch import nn
@@ -23,6 +23,18 @@ all_reduce, share, split = finished.all_reduce, finished.share, finished.split
 STILL = "still this rank's part: sum what partial names, of all layers, wait, and write it to .grad"
 PARTIAL = "it is only this rank's part of a sum over the ranks: its name is missing in partial"
 WHOLE = "it is whole already, on every rank: summed it is P times too large"
+SUMMED = "the sum replaces what was there; joined they are flat: split() by numel(), and view_as()"
+UNNAMED = "partial does not name it: it is whole already, or every rank has another shard of it"
+COLUMNS = {
+    JOINED: "W x + bias + scale B A x: A reads what W reads",
+    APART: "W x + bias + scale B A x: A reads x as it comes, its result enters",
+    SHARDED: "W x + bias + scale B A x: A x is gathered along r, gather_along()",
+}
+ROWS = {
+    JOINED: "W x + scale B A x leaves as one, then comes the bias",
+    APART: "W x and A x leave, each once; then scale B, then the bias",
+    SHARDED: "A x is summed and cut along r, scatter_along(); W x + B's part leaves, then the bias",
+}
 
 
 class MLP(nn.Module):
@@ -83,12 +95,15 @@ def check_layer(lab, group, seed, column):
         known = one_device(lab, randn, P * uneven(), i, o, r)
         full, x = known[:2]
         case = f"{way}, {'SP' if parallel else 'TP'}, r = {r} on {P} ranks"
-        layer = Layer(full, ranks, way, sequence_parallel=parallel)
+        layer, cuts = Layer(full, ranks, way, sequence_parallel=parallel), cuts_of(way, column)
+        found = f"{case}: cuts() says {layer.cut}, not {cuts}"
+        expect(layer.cut == cuts, found, "weights are (r, i), (o, r): W's cut dimension, and r")
         given, wanted, hints = expected(known, ranks, parallel)
+        hints["otherwise"] = (COLUMNS if column else ROWS)[way]
         sizes = column, way, parallel, x[..., 0].nbytes, i if column else o, r, P
         wanted["forward"], wanted["backward"] = expected_messages(*sizes)
         worst = max(worst, run_and_compare(layer, given, wanted, hints, f"{case}: "))
-        worst = max(worst, expect_gradients(case, layer, full, column))
+        worst = max(worst, expect_gradients(case, layer, full))
         expect(not layer.weight.requires_grad, f"{case}: weight is trained", "the base is frozen")
     ways = f"{len(WAYS)} ways, TP and SP, r = 1 on 2 ranks"
     return f"y, dx, dA, dB, off by {worst:.0e}: {ways}; W frozen"
@@ -115,10 +130,10 @@ def column_parallel(known, group, parallel):
         "every rank's part goes into dx": cut(dy) @ share(W, 0, group) + own,
         "dx through A is summed over the ranks twice": dy @ W + P * dy @ B @ A * full.scale,
         "dx through A lacks the other ranks' part": dy @ W + own,
+        "no gradient comes through the adapter: gather_along has a backward": dy @ W,
     }
     hints = {"y": {text: cut(t) for text, t in without_adapter(full, x, y).items()}}
     hints["dx"] = {text: tokens(t) for text, t in wrong_dx.items()}
-    hints["otherwise"] = "B has its rows cut; sharded: A's too, and A's result is gathered along r"
     return {"x": tokens(x), "dy": cut(dy)}, {"y": cut(y), "dx": tokens(dx)}, hints
 
 
@@ -135,19 +150,19 @@ def row_parallel(known, group, parallel):
     hints["the bias is missing"] = y - full.bias.detach()
     hints = {"y": {text: tokens(t) for text, t in hints.items()}}
     hints["dx"] = {"dy is the same on all ranks": P * cut(dx)}
-    hints["otherwise"] = "A has its columns cut; sharded: B's too, A's result scattered along r; "
-    hints["otherwise"] += "apart: W x and A x leave, each once, then B; the bias comes last, once"
     return {"x": cut(x), "dy": tokens(dy)}, {"y": tokens(y), "dx": cut(dx)}, hints
 
 
-def expect_gradients(case, layer, full, column):
+def cuts_of(way, column):
+    """{name: the dimension of which a rank has its share, or None} of A and B."""
+    cut, free = ("lora_B", "lora_A") if column else ("lora_A", "lora_B")
+    return {cut: int(not column), free: int(not column) if way == SHARDED else None}
+
+
+def expect_gradients(case, layer, full):
     """Raise Wrong unless parts and gradients of A and B are right, the partial ones once summed."""
     rank, worst = layer.group.rank(), 0
-    free = "lora_A" if column else "lora_B"
-    cuts = {"lora_A": 0 if column else 1, "lora_B": 0 if column else 1}
-    if layer.way != SHARDED:
-        cuts[free] = None
-    for name, dim in cuts.items():
+    for name, dim in layer.cut.items():
         mine, whole = getattr(layer, name), getattr(full, name).weight
         right = share(whole, dim, layer.group)
         expect_close(f"{case}: {name} on rank {rank}", mine.detach(), right, 0)
@@ -166,7 +181,8 @@ def three_layers(lab, group, randn, way, parallel):
     """Column and row parallel layers that way, a sharded one; the LoRALinears they are made of."""
     row = lab.RowParallelLoRA
     kinds = (lab.ColumnParallelLoRA, way), (row, way), (row, SHARDED)
-    full = [one_device(lab, randn, 6, 11, 13, 4)[0] for _ in kinds]
+    sizes = (11, 13, 4) if parallel else (12, 15, 6)  # 3 ranks have equal shards, or not
+    full = [one_device(lab, randn, 6, *sizes)[0] for _ in kinds]
     layers = [kind(one, group, of, parallel) for one, (kind, of) in zip(full, kinds)]
     return layers, full
 
@@ -183,17 +199,16 @@ def check_sum_partial_gradients(lab, group, seed):
                 grads = [share(randn(layer.shapes[name]), layer.cut[name], group) for _ in range(P)]
                 p.grad = grads[group.rank()].clone()
                 summed = name in layer.partial
-                hints = {WHOLE: sum(grads)} if not summed else {STILL: p.grad.clone()}
-                hints["the mean is not the sum"] = sum(grads) / P
-                wanted.append((name, p, sum(grads) if summed else p.grad.clone(), hints))
+                hints = {STILL: p.grad.clone(), "the mean is not the sum": sum(grads) / P}
+                right, hints = (sum(grads), hints) if summed else (p.grad.clone(), {})
+                wanted.append((name, p, right, hints, SUMMED if summed else UNNAMED))
                 most += p.nbytes * summed
-        hint = "joined they are flat: split() by numel() gives each back, in its shape"
         with Traffic() as traffic:
-            tried(case, hint, lab.sum_partial_gradients, layers, group)
-        for name, p, right, hints in wanted:
-            hint = "the sum in place of what was there; " + hint
+            tried(case, SUMMED, lab.sum_partial_gradients, layers, group)
+        for name, p, right, hints, hint in wanted:
             expect_close(f"{case}: the gradient of {name}", p.grad, right, hints=hints, hint=hint)
-        expect_traffic(case, traffic, Counter(all_reduce=most))
+        hint = "what partial names and no more; where it names nothing, no message"
+        expect_traffic(case, traffic, Counter(all_reduce=most), hint)
         calls = sum(calls for calls, _ in traffic.ops.values())
         expect(calls <= 1, f"{case}: {calls} messages", "one for all gradients: join them first")
         moved = max(moved, most)
@@ -206,8 +221,9 @@ def check_save_adapter(lab, group, seed):
     for way, parallel in itertools.product(WAYS, (False, True)):
         layers, full = three_layers(lab, group, randn, way, parallel)
         for layer, one in zip(layers, full):
-            hint = "detached, as one device has it: where it is cut along dim, gather along dim"
+            hint = "on every rank, detached; what is cut is gathered along dim: n of layer.shapes"
             adapter = tried(way, hint, lab.full_adapter, layer)
+            expect(adapter.keys() == layer.shapes.keys(), f"{way}: saved is {[*adapter]}", hint)
             for name, shape in layer.shapes.items():
                 mine, right = adapter[name], getattr(one, name).weight.detach()
                 what = f"{way}: {name}, {tuple(shape)}, as saved"
@@ -221,15 +237,13 @@ def check_save_adapter(lab, group, seed):
             y = one(x).detach()
             hint = "W + scale B A, without autograd"
             merged = tried("merging", hint, lab.merge_adapter, one, adapter, one.scale)
-            same = torch.equal(one.weight, before)
-            expect(same, "merging overwrites the base", "merge into the copy")
+            expect_same("linear", [one.weight], [before])
             base = F.linear(x, one.weight, one.bias)
             unscaled = base + (y - base) / one.scale
             hints = {"W + scale B A: the scale is missing": unscaled, "nothing is merged": base}
             mine = merged(x).detach()
             worst = max(worst, expect_close(f"{way}: merged", mine, y, hints=hints, hint=hint))
-            same = all(torch.equal(saved[name], adapter[name]) for name in saved)
-            expect(same, "merging changes the adapter", "it is the caller's: make a new tensor")
+            expect_same("the adapter", adapter.values(), saved.values())
     return f"shards of every way give A and B exactly; merged as one device, off by {worst:.0e}"
 
 
@@ -280,7 +294,7 @@ def check_translate_to_lora(lab, group, seed):
             for attribute in ("input_layouts", "output_layouts", "use_local_output"):
                 mine, right = getattr(style, attribute), getattr(source, attribute)
                 found = f"{case}: {name} has {attribute} {mine}, not {right}"
-                hint = "the layouts are the style's: sequence parallelism is in them"
+                hint = "the layouts are the style's, in no further tuple: they say if it is SP"
                 expect(mine == right, found, hint)
             new = name[0] == "1" or style is not first[name]
             expect(new, f"{case}: two calls share {name}", "no cache")

@@ -99,3 +99,13 @@ class Link(TorchDispatchMode):
         if func._opname in ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_"):
             self.note(self.gemms.get(out.numel(), "another GEMM"), begin)
         return out
+
+
+def expect_order(log, wanted):
+    """Raise Wrong unless the log has, for each (first, then, hint), first before then."""
+    order = [what for what, _, _ in log]
+    for first, then, hint in wanted:
+        for what in first, then:
+            expect(what in order, f"no '{what}' in the backward: {', '.join(order)}", hint)
+        found = f"'{then}' is before '{first}': {', '.join(order)}"
+        expect(order.index(first) < order.index(then), found, hint)

@@ -39,7 +39,7 @@ def count(group, lab):
             ("gather and add", partial(gather_and_add, lab), x),
         ]
         for name, *call in runs:
-            _, traffic = counted(*call, ranks)
+            _, traffic = counted(lab, *call, ranks)
             steps, sent = traffic.ops["send"]
             row = {"operation": name, "ranks": world, "message": x.nbytes}
             row |= {"steps": steps, "bytes": sent}
