@@ -27,8 +27,8 @@ MISTAKES = """
  - 0.5) -> )  # uniform() - 0.5, times SPREAD
 rows[:, None] * n + columns -> rows[:, None] * m + columns  # i n + j: there are n columns
 rows[:, None] * n + columns -> rows[:, None] + columns * m  # i n + j: row by row
-rows[:, None] * n + columns -> rows[:, None] * len(columns) + columns  # in the full matrix
-(block * size, (block + 1) * size) -> (size)  # in the full matrix, not in the block
+rows[:, None] * n + columns -> rows[:, None] * len(columns) + columns  # n, as in the full matrix
+(block * size, (block + 1) * size) -> (size)  # i and j count in the full matrix, not in the block
 uniform(seed -> uniform(seed + block  # the seed is the same for all blocks
 name, rows -> name.split(".")[-1], rows  # the whole name: layers differ
 dim == 0 -> True  # a block of dim 1 has all rows, and its own columns
@@ -43,7 +43,7 @@ step, token -> 0 * step, token  # another mask in each step
  {layer}" -> "  # the name is f"{site} {layer}": another mask in each layer
  {layer}" -> {layer}"  # the name is f"{site} {layer}", with a space
 step, token[:, None] -> token[:, None], step  # step, token, feature in this order
-a new x, kept where uniform(..) >= DROP, over 1 - DROP; tokens of the batch, features from first on
+x / (1 - DROP) where uniform(seed, name, step, token, feature) >= DROP, of the batch's token numbers
 == batch_at
 EXAMPLES // B) -> EXAMPLES)  # EXAMPLES // B steps are an epoch
 "data", epoch -> "data", 0 * epoch  # another order in each epoch
@@ -100,8 +100,8 @@ every own sequence i (dropout needs it), then tree_sum() of them, then all_reduc
 activations = (4 * LAYERS + 2) -> activations = (2 * LAYERS + 1)  # and in the backward as much
 activations = (4 * LAYERS + 2) -> activations = (4 * LAYERS + 1)  # embed's and the head's
 activations = (4 * LAYERS + 2) -> activations = 4 * LAYERS  # embed's and the head's
-2 * 4 * sent(S - 1, tp) -> 4 * sent(S - 1, tp)  # the loss has two sums over the vocabulary
 2 * 4 * sent -> 2 * itemsize * sent  # sums over the vocabulary are float32: 4 bytes
+2 * 4 * sent(S - 1, tp) -> 4 * sent(S - 1, tp)  # the loss has two sums over the vocabulary
  + 2 * 4 * sent(S - 1, tp) ->  # the loss has two sums over the vocabulary
 sent(S - 1, tp) -> sent(S, tp)  # the last token has no target: S - 1 losses
 sequences * (activations -> 1 * (activations  # of each own sequence
@@ -238,16 +238,17 @@ def layouts(lab, shapes=LAYOUTS):
 
 
 class Products(TorchDispatchMode):
-    """Notes every matrix product while inside: its name, and of each operand the shape, the strides
-    and the address modulo 64, by which a kernel may choose another order."""
+    """Notes the dtypes of matrix products while inside, and of each product its name, and of each
+    operand the shape, strides and address modulo 64, by which a kernel may choose its order."""
 
     def __init__(self):
         super().__init__()
-        self.calls = []
+        self.calls, self.dtypes = [], set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._opname in PRODUCTS:
             given = [x for x in args if isinstance(x, torch.Tensor)]
+            self.dtypes |= {x.dtype for x in given}
             how = ((tuple(x.shape), x.stride(), x.data_ptr() % 64) for x in given)
             self.calls.append((func._opname, *how))
         return func(*args, **(kwargs or {}))
@@ -324,10 +325,14 @@ def data_of(seed, count=finished.EXAMPLES):
     return torch.randint(finished.VOCAB, (count, finished.S), generator=numbers)
 
 
-def as_alone(what, found, right, hint=""):
-    """Raise Wrong where {key: tensor} of a layout is not, to the bit, that of one rank."""
+def as_alone(what, found, right, hint="", times=()):
+    """Raise Wrong where {key: tensor} of a layout is not, to the bit, that of one rank.
+
+    times: pairs (hint, factor), where it is a multiple of it.
+    """
     for key, x in found.items():
-        bits(f"{what}, beside one rank: {key}", x, right[key], hint=hint)
+        hints = {text: factor * right[key] for text, factor in times}
+        bits(f"{what}, beside one rank: {key}", x, right[key], hints, hint)
 
 
 def mlp_case(lab, layout, seed, dtype):

@@ -6,12 +6,12 @@ the lab's rule, which is about single tokens.
 
 import random
 from contextlib import contextmanager
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
 from checks.usual import usual_hint
 from harness import LABS, Wrong, expect, load
-from torch.nn.attention.flex_attention import create_mask
 from torch.utils._pytree import tree_leaves, tree_map
 
 finished = load(LABS / "lab14_documents.py")  # not the learner's
@@ -23,7 +23,7 @@ MISTAKES = """
 ends.cumsum(0) - ends.long() -> (ends.roll(1) & ~ends).cumsum(0)  # E E: each ends one
 torch.where(starts, index, 0).cummax(0).values -> 0  # positions begin anew in each document
 return document, index - -> return document, index + 1 -  # a document's first position is 0
-torch.where(starts -> torch.where(ends  # less the number of its document's first token, not last
+torch.where(starts -> torch.where(ends  # a document begins with the token behind an end, not at it
 document: how many ends lie before the token; position: how many tokens of its document
 == targets
 .masked_fill(ids == end, IGNORE) ->  # a document's last token has no target: next comes another's
@@ -56,7 +56,8 @@ at - first[at] + 1 -> at + 1  # not the keys before first: they are another docu
 first[at] -> first[: len(at)]  # first of the tokens' numbers, not of their places in the list
 (at - -> (torch.arange(len(at)) -  # the tokens' numbers, not their places in the list
 .sum().item() -> .double().mean().item()  # the sum over the rank's queries
-of each query that the rank holds the keys from first to its own, whoever holds them
+in held -> in in_order(len(first), len(held))  # rank r has the tokens held[r], in any placement
+of each token of held[r] the keys from first to its own, whoever holds them
 == by_document
 [*starts, len(position)] -> [0, len(position)]  # in every document, not in the whole
 [*starts, len(position)] -> starts  # the last document ends where the sequence does
@@ -91,20 +92,18 @@ any(0) -> all(0)  # a key that one of these queries sees is enough
 first).any -> first * 0 + first[q_at[rows][0]]).any  # keys that none sees may lie between theirs
 these rows, and the places in k_at from the first to the last key that one of them sees
 == travels
-keys[needed] -> keys  # only keys that a query sees, there or further on
-(source + other) -> (source - other)  # they go on to the next rank: source + step, ...
+keys[needed] -> keys  # only keys that a query of ranks source + step to source + P - 1 sees
+(source + other) -> (source - other)  # for ranks source + step, source + step + 1, ... alone
 keys[needed] -> needed.nonzero()[:, 0]  # the tokens' numbers, not their places in held
 range(step, P) -> range(step, step + 1)  # also those that only a rank further on sees
 range(step, P) -> range(step + 1, P)  # also those that only the rank sees to which they come
-range(step, P) -> range(1, P)  # only for ranks that they have not passed yet: step to P - 1
-range(step, P) -> range(step, P + 1)  # step P would be home again: none
 needed |= -> needed =  # that any rank further on sees, not only the last
 any(0) -> all(0)  # that one query sees is enough
 held[source], -> held[(source + step) % len(held)],  # the keys that rank source holds
 step 0: all that it holds; then what queries of ranks source + step to source + P - 1 see
 == message_bytes
 2 * kv * d -> 2 * kv * g * d  # k and v, of kv heads
-in rank - step + 1, rank - step: -> in [rank - step + 1]:  # gradients go back, as keys had come
+in rank - step + 1, rank - step: -> in [rank - step + 1]:  # gradients of the keys that came go back
 rank - step: -> rank - step + 1:  # back goes what had come, and that is not what went on
 in rank - step + 1, -> in rank - step,  # forward goes what goes on to the next rank
 len(travels(held, source % P, step, first)) -> len(held[source % P])  # of a block only what travels
@@ -119,6 +118,7 @@ rows * (2 * g + 2) -> (rows * g + 2 * kv * len(held[rank]))  # the backward goes
  + (end - start) * len(first) ->  # the way back is of own heads of all tokens
 (end - start) * len(first) -> kv * len(held[rank])  # the way back is of own heads of all tokens
 (end - start) -> kv // P  # split() says how many heads a rank has
+ * len(first) ->  * (len(first) - 2 * len(held[rank]))  # what stays on the rank counts, too
  * itemsize ->  * 4  # a number has `itemsize` bytes
  * itemsize ->  * 8  # a number has `itemsize` bytes
 ring: k and v, of kv heads, there and their gradients back; Ulysses: g + 2 heads of d there, g back
@@ -157,18 +157,6 @@ def mask_of(lengths, window):
     if window is not None:
         blocks = [block.triu(1 - window) for block in blocks]
     return torch.block_diag(*blocks).bool()
-
-
-def pytorchs_mask(lengths, window):
-    """The same by PyTorch's flex_attention."""
-    document = document_of(lengths)
-
-    def seen(b, h, q, k):
-        near = True if window is None else q - k < window
-        return (k <= q) & (document[k] == document[q]) & near
-
-    s = len(document)
-    return create_mask(seen, 1, 1, s, s, device="cpu")[0, 0]
 
 
 def position_of(lengths):
@@ -254,6 +242,18 @@ def expect_numbers(what, found, right, function, args, part=None):
         raise Wrong(f"{what}{difference(found, right)}", hint)
 
 
+def expect_visible(told, found, right, args):
+    """Raise Wrong unless found are the booleans `right` (n, m), with one pair that is not."""
+    fine = isinstance(found, torch.Tensor) and found.shape == right.shape
+    expect(fine, f"{told}: visible is no tensor {(*right.shape,)}", "(n, m): a row for each query")
+    wrong = (found.double() != right.double()).nonzero().tolist()
+    if wrong:
+        (i, j), (q_at, k_at, first) = wrong[0], args
+        what = f"{told}: visible: of query {q_at[i]} (first {first[q_at[i]]}) and key {k_at[j]} it"
+        hint = usual_hint(MISTAKES, finished.visible, args, found.double())
+        raise Wrong(f"{what} is {bool(found[i, j])}", hint)
+
+
 def difference(found, right):
     """Where two lists of numbers differ, in words; short ones are shown."""
     if len(found) == len(right) > 12:
@@ -297,23 +297,6 @@ def groups_of_all_sizes():
     return [dist.new_group(ranks) for ranks in ([1, 3], [0, 2, 3], [0, 1, 2, 3], [2])]
 
 
-def expect_pytorchs(lab, world):
-    """The same assignment as PyTorch's balancer's, of one document: it wants multiples of 2P."""
-    try:
-        from torch.distributed.tensor.experimental._context_parallel import _load_balancer as theirs
-
-        balancer = theirs._PerDocumentHeadTailLoadBalancer
-    except (ImportError, AttributeError):  # it is private: another version may lack it
-        return "PyTorch's is not in this version"
-    for n in 2 * world, 6 * world, 16 * world:
-        indices = balancer([[n]], world, "cpu")._generate_indices()[0]
-        right = [sorted(part.tolist()) for part in indices.chunk(world)]
-        args = torch.arange(n), world
-        told = f"a document of {n} tokens"
-        expect_held(told, lab.by_document(*args), right, finished.by_document, args)
-    return "PyTorch's"
-
-
 def expect_tiles(told, found, mask, tile, args):
     """Raise Wrong unless these slices are the shortest for the mask (n, m) of queries and keys."""
     (n, m), right = mask.shape, []
@@ -328,7 +311,8 @@ def expect_tiles(told, found, mask, tile, args):
         return [(rows.indices(n)[:2], keys.indices(m)[:2]) for rows, keys in slices]
 
     mine = ends(found)
-    i = next((i for i, pair in enumerate(zip(mine, right)) if pair[0] != pair[1]), len(right))
+    pairs = enumerate(zip_longest(mine, right))
+    i = next((i for i, (one, other) in pairs if one != other), 0)
     named = f"(rows, keys) number {i} of {len(mine)} is {mine[i : i + 1]}, not {right[i : i + 1]}"
     if mine != right:
         finished.TILE = tile

@@ -1,8 +1,8 @@
 """Lab 14's checks, each of which runs on every rank, and the bugs that they have to catch.
 
 In float64, so that nothing but a mistake is off by more than EXACT. What is right comes from masks
-that are put together document by document, from PyTorch's own attention, mask and load balancer,
-and from Hugging Face's models, which see one document at a time. See documents.py.
+that are put together document by document, from PyTorch's own attention, and from Hugging Face's
+models, which see one document at a time. See documents.py.
 """
 
 import random
@@ -16,9 +16,9 @@ from checks.documents import (
     document_of,
     expect_held,
     expect_numbers,
-    expect_pytorchs,
     expect_tiles,
     expect_travels,
+    expect_visible,
     finished,
     first_of,
     groups_of_all_sizes,
@@ -28,7 +28,6 @@ from checks.documents import (
     packings,
     placements,
     position_of,
-    pytorchs_mask,
     short,
     unchanged,
     zigzag,
@@ -37,7 +36,7 @@ from checks.experts import gradients, members
 from checks.packed import (
     FAMILIES,
     agreed,
-    dense,
+    expect_all,
     expect_loss,
     expect_model,
     expect_one,
@@ -47,7 +46,7 @@ from checks.packed import (
     ring_cases,
     watch,
 )
-from checks.usual import close_or_usual, usual_hint
+from checks.usual import usual_hint
 from harness import Traffic, Wrong, expect
 
 split = finished.split
@@ -78,7 +77,7 @@ def check_mask(lab, group, seed):
         position, s = position_of(lengths), sum(lengths)
         for window in WINDOWS:
             told = f"{what}, window {window}"
-            mask = pytorchs_mask(lengths, window)
+            mask = mask_of(lengths, window)
             with unchanged(position=position):
                 first = lab.first_seen(position, window)
             right, args = first_of(lengths, window), (position, window)
@@ -87,10 +86,8 @@ def check_mask(lab, group, seed):
             args = q_at, k_at, right
             with unchanged(q_at=q_at, k_at=k_at, first=right):
                 found = lab.visible(*args)
-            found = found.double() if isinstance(found, torch.Tensor) else found
-            usual = MISTAKES, finished.visible, args
-            close_or_usual(f"{told}: visible", found, mask[q_at][:, k_at].double(), *usual)
-    return "with and without windows: what PyTorch's create_mask and a block-diagonal mask say"
+            expect_visible(told, found, mask[q_at][:, k_at], args)
+    return "with and without windows: what a block-diagonal mask says"
 
 
 def check_work(lab, group, seed):
@@ -116,9 +113,7 @@ def check_by_document(lab, group, seed):
                 found = lab.by_document(position, world)
             told, right = f"{what} on {world} ranks", zigzag(lengths, world)
             expect_held(told, found, right, finished.by_document, (position, world))
-    for world in 1, 2, 3:
-        whose = expect_pytorchs(lab, world)
-    return f"1 to 8 ranks: zigzag in each document, at most a token apart; {whose}"
+    return "1 to 8 ranks: zigzag in each document, at most a token apart"
 
 
 def check_by_work(lab, group, seed):
@@ -136,11 +131,6 @@ def check_by_work(lab, group, seed):
     return "1 to 4 ranks, the last block shorter: dealt as from the mask, block by block"
 
 
-def listed(function, *args):
-    """What a function gives, as a list."""
-    return [*function(*args)]
-
-
 def check_tiles(lab, group, seed):
     for what, lengths in packings(seed).items():
         for where, held in placements(lengths, 3, seed).items():
@@ -152,7 +142,7 @@ def check_tiles(lab, group, seed):
                     args = q_at, k_at, first
                     hint = "where the queries see none of the keys, nothing is yielded"
                     with unchanged(q_at=q_at, k_at=k_at, first=first):
-                        found = tried(told, hint, listed, lab.tiles, *args)
+                        found = tried(told, hint, lambda args=args: [*lab.tiles(*args)])
                     expect_tiles(told, found, mask[q_at][:, k_at], tile, args)
     return "four placements: the fewest keys; with a tile of one query just the pairs of the mask"
 
@@ -185,20 +175,20 @@ def check_ring_forward(lab, world, seed):
             found = tried(told, hint, *call)
         triple = isinstance(found, tuple) and len(found) == 3
         expect(triple, f"{told}: ring_forward() does not return three", "(out, lse, kept)")
+        by = "the others' keys come by pass_on(), and what that returns waits for them"
+        expect_all(told, events, lengths, by)
         out, lse, kept = found
-        alone = dense(q, k, v, case.mask[own][:, own])
-        hints = {"these are this rank's own keys only: the others' come by pass_on()": alone}
         hint = "merge() the part of every step, of its keys and their tokens' numbers"
-        call = close, f"{told}: out", out, case.out[:, :, own], hints, hint
+        call = close, f"{told}: out", out, case.out[:, :, own], None, hint
         worst = max(worst, agreed(group, *call))
         scores = (q @ case.k[:, None].mT).masked_fill(~case.mask[own], -torch.inf)
         close(f"{told}: lse", lse, scores.logsumexp(-1), None, "merge() gives both")
         steps = [finished.travels(held, (rank - t) % len(held), t, first) for t in range(len(held))]
         listed = isinstance(kept, list | tuple) and len(kept) == len(steps)
         expect(listed, f"{told}: kept is not a list of {len(held)}", "k and v of every step")
-        hint = "k and v as they were used in this step, stacked"
-        for at, mine in zip(steps, kept):
-            close(f"{told}: kept", mine, torch.stack([case.k, case.v])[:, :, at], None, hint)
+        for step, (at, mine) in enumerate(zip(steps, kept)):
+            right = torch.stack([case.k[:, at], case.v[:, at]])
+            close(f"{told}: kept[{step}]", mine, right, None, "k and v of this step, stacked")
         expect_sent(told, traffic, case, held, rank, 1)
         busy = [case.mask[own][:, at].any() for at in steps]
         expect_overlap(told, events, case, held, rank, busy)
@@ -207,21 +197,24 @@ def check_ring_forward(lab, world, seed):
 
 def check_ring_backward(lab, world, seed):
     hint = "from the last step on: back goes what had come, and what went comes"
-    worst, (_, lengths) = 0, watch(lab, -1, hint)
+    worst, (events, lengths) = 0, watch(lab, -1, hint)
     for told, group, held, case in ring_cases(seed):
         own, first = held[group.rank()], case.first
         q, k, v, dout = case.q[:, :, own], case.k[:, own], case.v[:, own], case.dout[:, :, own]
         out, lse, kept = finished.ring_forward(q, k, v, held, first, group)
         delta = (dout * out).sum(-1)
         mine = finished.attend_backward(q, k, v, dout, lse, delta, own, own, first)
-        hint = "what comes back belongs to the keys that went on: travels() of the step after"
+        hint = "of each step attend_backward()'s dk, dv, and what comes back for keys that went on"
         lengths[:] = lengths_of(case, held, group.rank(), False)
+        events.clear()
         call = lab.ring_backward, q, kept, out, lse, dout, held, first, group
         given = {"q": q, "kept": kept, "out": out, "lse": lse, "dout": dout, "held": held}
         with unchanged(**given, first=first), Traffic() as traffic:
             found = tried(told, hint, *call)
         triple = isinstance(found, tuple | list) and len(found) == 3
         expect(triple, f"{told}: ring_backward() does not return three", "(dq, dk, dv)")
+        order = "from the last step on: back go gradients of what came, what went is waited for"
+        expect_all(told, events, lengths, order)
         right = case.dq[:, :, own], case.dk[:, own], case.dv[:, own]
         only = "the own queries' part alone: add what the next rank gives back"
         hints = [{"dq of the own keys alone: add what every step gives": mine[0]}]
@@ -243,7 +236,9 @@ def check_ulysses(lab, world, seed):
         mine = x[:, own]
         with unchanged(x=mine, held=held), Traffic() as traffic:
             found = tried(f"{told}: to_heads()", hint, lab.to_heads, mine, held, group)
-        hints = {"they come rank by rank: put the tokens in order": x[heads][:, order]}
+        came = x[heads][:, order]
+        hints = {"they come rank by rank: put the tokens in order": came}
+        hints["a token goes to its number: by the inverse of torch.cat(held)"] = came[:, order]
         close(f"{told}: to_heads()", found, x[heads], hints, hint)
         expect_one(f"{told}: to_heads()", traffic, mine.nbytes)
         hint = "x[:, held[r]] go to rank r, heads first; as many heads come as split() gives each"
@@ -294,7 +289,8 @@ def check_bytes(lab, world, seed):
 def check_loss(lab, world, seed):
     worst, ways = 0, {"ring": lab.RingAttention.apply, "Ulysses": lab.ulysses_attention}
     for group, rank, P in members(groups_of_all_sizes()):
-        for what, lengths in {**packings(seed), "no target at all": [1] * 12}.items():
+        few = {"no target at all": [1] * 12, "targets of one rank": [1] * 9 + [3]}
+        for what, lengths in (packings(seed) | few).items():
             labels = finished.targets(packed_ids(lengths, seed), END)
             for where, held in placements(lengths, P, seed).items():
                 expect_loss(lab, f"{what} {where} on {P} ranks", labels, held[rank], group, seed)

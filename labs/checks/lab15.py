@@ -15,17 +15,13 @@ from harness import Wrong, expect
 
 LETTERS = "R", "I", "P", "V"
 OPERANDS = {  # operations: the arguments that they are tried with, kind by kind
-    "add": ("x", "y"),
-    "multiply": ("x", "y"),
-    "exp": ("x",),
-    "total": ("x",),
-    "mean": ("x",),
     "linear": ("x", "q"),
     "norm": ("x", "norm1"),
-    "softmax": ("x",),
     "embedding": ("ids", "table"),
     "attention": ("heads", "keys", "values"),
 }
+OPERANDS |= dict.fromkeys(("add", "multiply"), ("x", "y"))
+OPERANDS |= dict.fromkeys(("exp", "total", "mean", "softmax"), ("x",))
 KINDS = {"add": "add", "multiply": "multiply", "last": "norm", "none": "exp"}
 THROUGH = {"add": "all operands are P", "multiply": "one P, all others R", "none": "no P at all"}
 THROUGH["last"] = "P is the last operand, the others are R"
@@ -38,6 +34,7 @@ norm(x, norm2) -> norm(x, norm1)  # the second norm is norm2
 norm(x, norm1) -> x  # norm(x, norm1) comes before attention
 norm(x, norm2) -> x  # norm(x, norm2) comes before the MLP
 x = add(x, move(y, "P", "I")) -> x = y  # attention is added to x
+return add(x, -> return add(norm(x, norm2),  # the MLP is added to x, not to what is normed
 return add(x, -> return multiply(exp(subtract(x, x)),  # the MLP is added to x
 norm, attention, o, added to x; norm, MLP, added to that: what you have is another layer
 == vocabulary_loss
@@ -51,6 +48,7 @@ log(sum of exp(logits)) - the target's logit, and of that the mean
 attention, then o, as the docstring has them
 == lora
 y = silu(add(linear(x, up), -> y = (add(silu(linear(x, up)),  # silu of the sum, not of up x alone
+silu(add(linear(x, up), -> (lambda *z: add(*map(silu, z)))(*(linear(x, up),  # silu of the sum
 y = silu(add( -> y = (add(  # silu of (up + b1 a1) x
 y = add(linear(y, down), -> y = (lambda x, y: x)(linear(y, down),  # + b2 a2 y
 (down + b2 a2) silu((up + b1 a1) x), and nothing else
@@ -86,12 +84,10 @@ def true_types(operation, types):
         return getattr(finished, operation)(*(operands[name] for name in names))
 
     dims = {"total": 2, "mean": 0, "attention": 4}.get(operation, 3)
-    found = []
-    for out in ["R", "I", "P", *map(S, range(dims))]:
-        right = typed.one_device(finished, program, own, {"tp": out})
-        if not typed.wrong_on_numbers(finished, program, own, {"tp": out}, right):
-            found.append(out)
-    return tuple(found)
+    outs = [{"tp": out} for out in ("R", "I", "P", *map(S, range(dims)))]
+    rights = [typed.one_device(finished, program, own, out) for out in outs]
+    fine = [typed.wrong_on_numbers(finished, program, own, *out) for out in zip(outs, rights)]
+    return tuple(out["tp"] for out, wrong in zip(outs, fine) if not wrong)
 
 
 def cases(operation):
@@ -126,8 +122,7 @@ def check_gradient(lab, group, seed):
         found, own = lab.backward(src, dst), (right.get(dst, dst), right.get(src, src))
         hint = "from the gradient of dst to that of src"
         expect(found == own, f"backward of {src} to {dst}: {found}, not {own}", hint)
-        letters = own[0][0] + own[1][0]
-        expect(typed.BACK[pair] == letters, f"{pair}: {letters}")  # what the numbers do
+        expect(typed.BACK[pair] == own[0][0] + own[1][0], pair)  # what the numbers do
     return "6 types, 15 moves"
 
 
@@ -135,40 +130,35 @@ def check_sent(lab, group, seed):
     """Who needs numbers of others? Those whose result differs when another rank's input does."""
     names = {"PR": "all_reduce", "PI": "all_reduce", "PS": "reduce_scatter", "SR": "all_gather"}
     names |= {"SI": "all_gather", "SS": "all_to_all"}
+    xs = torch.randn(2, 2, 4)
     for pair in " ".join(lab.MOVES).split():
         src, dst = (f"S({i})" if letter == "S" else letter for i, letter in enumerate(pair))
-        xs = [torch.randn(2, 4, generator=torch.Generator().manual_seed(i)) for i in range(2)]
-        before = typed.carry_out(src, dst, xs)[0]
-        after = typed.carry_out(src, dst, [xs[0], xs[1] + 1])[0]
-        needed = not torch.equal(before, after)
-        found = lab.sent(src, dst)
-        text = f"{src} to {dst}: sent() is {found}"
-        hint = "a rank has what it needs" if not needed else "a rank needs what others have"
-        expect((found is not None) == needed, text, hint)
-        expect(found == names.get(pair), text, f"{names.get(pair)}: see MOVES")
+        before, after = (typed.carry_out(src, dst, [xs[0], other])[0] for other in (xs[1], xs[0]))
+        needed, found = not torch.equal(before, after), lab.sent(src, dst)
+        hint = "a rank needs what others have" if needed else "a rank has what it needs"
+        hint += "; S(0), S(1), .. begin with S" * (needed and "S" in pair)
+        hint = hint if (found is not None) != needed else f"{names.get(pair)}: see MOVES"
+        expect(found == names.get(pair), f"{src} to {dst}: sent() is {found}", hint)
+        expect((found is not None) == needed, f"{pair}: {found}")  # as the numbers say
     return "6 of 15 moves send something"
 
 
 def check_letters(lab, group, seed):
-    count = 0
-    for kind, operation in KINDS.items():
-        for types in itertools.product("RIP", repeat=len(OPERANDS[operation])):
-            found = called(lab.combine_letters, kind, list(types))
-            hint = "I with I alone: with R beside it, its gradient would be a summand"
-            hint = hint if {"I"} < {*types} else THROUGH[kind] if "P" in types else "R is R, I is I"
-            compare(f"{kind} of {', '.join(types)}", found, true_types(operation, types), hint)
-            count += 1
-    for kind, two, n in itertools.product(KINDS, "RIPV", (1, 2)):
-        for types in itertools.product(two, *["RIPV"] * n):
+    for (kind, operation), n in itertools.product(KINDS.items(), (1, 2, 3)):
+        for types in itertools.product("RIPV", repeat=n):
             found, right = (called(x.combine_letters, kind, [*types]) for x in (lab, finished))
-            what = f"{kind} of {', '.join(types)}: {found or 'refused'}, not {right or 'refused'}"
-            hint = "I with I alone is I; V with R or V is V, and nothing is known to be summed"
-            expect(found == right, what, hint if {"I", "V"} & {*types} else THROUGH[kind])
-    return f"{count} combinations of R, I and P as on numbers of 2 ranks; V"
+            what, hint = f"{kind} of {', '.join(types)}", THROUGH[kind]
+            if {"I"} < {*types}:
+                hint = "I with I alone: with R beside it, its gradient would be a summand"
+            elif "V" in types or "P" not in types:
+                hint = "R is R, I is I; V with R or V is V, and with no other"
+            if "V" not in types and n == len(OPERANDS[operation]):
+                compare(what, found, true_types(operation, types), hint)
+            expect(found == right, f"{what}: {found or 'refused'}, not {right or 'refused'}", hint)
+    return "R, I and P as on numbers of 2 ranks; V"
 
 
 def check_shards(lab, group, seed):
-    count = 0
     for operation in OPERANDS:
         _, equation, whole = finished.rule(operation)
         dims = "abc" if operation in ("add", "multiply", "exp", "mean") else "ab"
@@ -179,11 +169,11 @@ def check_shards(lab, group, seed):
                 what = f"{operation} of {', '.join(types)} ({equation})"
                 hint = hint_of(labels, out, whole, types)
                 compare(what, found, true_types(operation, types), hint)
-                count += 1
-    for types, right in ((["V", S(0)], "V"), ([S(1), "V"], "V")):
-        found = called(lab.combine_shards, ["ab", "ab"], "ab", "", types)
-        expect(found == right, f"{types} gives {found}", "V beside a shard is V")
-    return f"{count} combinations as on numbers of 2 ranks"
+    for *types, right in (("V", S(0), "V"), (S(1), "V", "V"), (S(0), "V", "I", None)):
+        found = called(lab.combine_shards, ["ab"] * len(types), "ab", "", types)
+        told = f"{', '.join(types)}: {found or 'refused'}, not {right or 'refused'}"
+        expect(found == right, told, "V beside a shard is V; I or P beside a shard is refused")
+    return "all types of operands, as on numbers of 2 ranks"
 
 
 def hint_of(labels, out, whole, types):
@@ -202,6 +192,12 @@ def hint_of(labels, out, whole, types):
     return "out lacks the letter: a sum, of which each rank has a summand: P"
 
 
+def line_of(text, *names):
+    """What stands behind the first of these names that has a line in a text; "" if none has."""
+    found = (text.partition(f"\n{name}: ")[2].partition("\n")[0] for name in names)
+    return next(filter(None, found), "")
+
+
 def rule_hint(lab, operation):
     """What is wrong with a rule: its kind, its equation or the letters in whole."""
     parts = []
@@ -209,12 +205,11 @@ def rule_hint(lab, operation):
         letters = dict.fromkeys(filter(str.isalpha, equation))  # numbered as they come
         known = str.maketrans({letter: str(i) for i, letter in enumerate(letters)})
         parts.append((kind, equation.translate(known), sorted(whole.translate(known))))
-    hints = typed.RULE_HINTS.partition(f"\n{operation}: ")[2].partition("\n")[0].split("; ")
+    hints = line_of(typed.RULE_HINTS, operation).split("; ")
     return next((hint for hint, *pair in zip(hints, *parts) if pair[0] != pair[1]), "")
 
 
 def check_rules(lab, group, seed):
-    count = 0
     for operation in ("linear", "norm", "softmax", "embedding", "attention"):
         for types in cases(operation):
             shapes = [typed.SHAPES[name] for name in OPERANDS[operation]]
@@ -226,12 +221,11 @@ def check_rules(lab, group, seed):
             shape = {"attention": (2, 4, 4, 2), "linear": (2, 4, 16)}.get(operation, (2, 4, 8))
             what = f"{operation}: {made and made.shape}"
             expect(made is None or made.shape == shape, what, hint)
-            count += 1
     shapes = (2, 4, 8, 3), (2, 6, 8, 3), (2, 6, 8, 5)
     made = called(lab.operate, "attention", *(lab.Typed(shape, {"tp": "R"}) for shape in shapes))
     found = f"attention of q, k and v of shapes {shapes}: {made and made.shape}"
     expect(made and made.shape == (2, 4, 8, 5), found, rule_hint(lab, "attention"))
-    return f"{count} combinations as on numbers of 2 ranks"
+    return "all types of their operands, as on numbers of 2 ranks"
 
 
 def check_reshape(lab, group, seed):
@@ -254,7 +248,8 @@ def check_reshape(lab, group, seed):
                     right.append(S(e))
         asked = (*new[:-1], -1) if i % 2 else new
         axes = ("tp", "dp")[:: 1 - i % 2 * 2]
-        x = lab.Typed(old, {axes[0]: S(dim), axes[1]: "P"})
+        other = S(dim) if i % 3 else "P"
+        x = lab.Typed(old, {axes[0]: S(dim), axes[1]: other})
         made = called(lab.reshape, x, asked)
         found = made and made.types[axes[0]]
         hint = "the dimensions before d, and those before e, have the same product"
@@ -264,35 +259,34 @@ def check_reshape(lab, group, seed):
         expect(x.types[axes[0]] == S(dim), "the argument x has other types now", "dict(x.types)")
         refused += made is None
         if made is not None:
-            fine = made.types[axes[1]] == "P" and made.shape == tuple(new)
-            expect(fine, f"{made}", "letters stay, on every axis")
+            fine = made.types.get(axes[1]) == (found if other != "P" else other)
+            fine = fine and made.shape == tuple(new)
+            expect(fine, f"{x} becomes {made}", "every axis has a type: S(d) moves, a letter stays")
     return f"100 reshapes as on numbers, {refused} of them refused"
 
 
 def check_mend(lab, group, seed):
-    count = 0
     for name, (types, returns) in PROGRAMS.items():
         program = getattr(lab, name)
         right = typed.one_device(lab, program, types, returns, seed)
-        for how, edits in typed.mutants(lab, program, types):
-            if how not in ("dropped", "doubled"):
-                continue
+        mutants = typed.mutants(lab, program, types)
+        for how, edits in (m for m in mutants if m[0] in ("dropped", "doubled")):
             what = f"{name} with a move {how} ({edits})"
             both = [typed.mutated(x, getattr(x, name), edits) for x in (lab, finished)]
             found = expect_mended(what, lab, both, types, returns)
             off = typed.wrong_on_numbers(lab, both[0], types, returns, right, seed, dict([found]))
             expect(not off, f"{what}: with {found} {off}")
-            count += 1
     for what, made, k, v in SMALL:
         types = {"k": {"tp": k}, "v": {"tp": v}, "norm1": {"tp": "I"}}
         expect_mended(what, lab, [partial(made, x) for x in (lab, finished)], types, {"tp": "I"})
-    return f"{count} of {count} programs mended, and right on numbers; 3 small ones"
+    return f"all programs mended, and right on numbers; {len(SMALL)} small ones"
 
 
 SMALL = (  # what, program (of a module's operations), types of k and v
     ("an unused exp(k)", lambda x, k, v, norm1: (x.exp(k), norm1)[1], "P", "R"),
     ("an unused k + v", lambda x, k, v, norm1: (x.add(k, v), norm1)[1], "I", "P"),
     ("a result k", lambda x, k, v, norm1: k, "V", "R"),
+    ("v + k, summed to R", lambda x, k, v, norm1: x.add(v, x.move(k, "P", "R")), "P", "I"),
 )
 
 
@@ -300,7 +294,7 @@ def expect_mended(what, lab, programs, *how):
     """Raise Wrong unless mend() mends the lab's program as the finished one its own; the edit."""
     problem, other = (x.check(program, *how) for x, program in zip((lab, finished), programs))
     right = finished.mend(programs[1], *how, other)
-    hint = "an edit: (number of a call, (operand or None, src, dst, axis))"
+    hint = "an edit is (number of a call, (operand or None, src, dst, axis)), axis one of x.types"
     found = tried(f"{what}: mend()", hint, lab.mend, programs[0], *how, problem)
     hint = "all three kinds, of each operand and axis, each dst: R, I, S(d) for every d, P"
     expect(found is not None or right is None, f"{what}: mend() finds nothing", hint)
@@ -312,13 +306,16 @@ def expect_mended(what, lab, programs, *how):
     return found
 
 
-HINTS = {
-    "tp_block": "f in front of what is sharded, g behind the sum; one of each in either half",
-    "sp_block": "tokens are gathered in front of the matrices, and scattered behind the sum",
-    "vocabulary_loss": "f in front of the head; the sums over the vocabulary are summands",
-    "replicated_kv": "each axis by itself; a KV head's gradient is a sum over rep",
-    "lora": "a1 works for all of the cut outputs, b2 on summands",
-}
+def mending(lab, program, types, returns, problem, least):
+    """The edit that mends a program, in words; "" where it would send more than it has to."""
+    number, how = lab.mend(program, types, returns, problem) or (None, None)
+    mended = typed.mutated(lab, program, {number: how})
+    if not how or typed.message_numbers(lab, mended, types) > least:
+        return ""
+    i, src, dst, axis = how
+    where = "in place of an operand's move" if i is None else f"of operand {i + 1}"
+    move = f"a move {src} to {dst} on {axis}, {where}," if src != dst else "leaving the move out"
+    return f"; {move} would mend it"
 
 
 def layer_hint(lab, name, seed):
@@ -340,21 +337,23 @@ def check_program(name):
         program = getattr(lab, name)
         hint = "move(x, src, dst, axis): on the axes kv and rep, if there are two"
         problem = tried(name, hint, lab.check, program, types, returns)
+        least = typed.message_numbers(finished, getattr(finished, name), types)
         if problem is not None:
-            edit = lab.mend(program, types, returns, problem)
-            hint = HINTS[name] + (f"; {edit} would mend it (see mend())" if edit else "")
+            hint = line_of(typed.PROGRAM_HINTS, f"{name} {problem.operation}", name)
+            hint += mending(lab, program, types, returns, problem, least)
             hint = f"{hint}; sizes: see the shapes" if str(problem).startswith("sizes") else hint
             raise Wrong(f"line {problem.line}, {problem.operation}: {problem}", hint)
         right = typed.one_device(finished, getattr(finished, name), types, returns, seed)
         off = typed.wrong_on_numbers(lab, program, types, returns, right, seed)
         expect(not off, f"types fit, and {off}", off and layer_hint(lab, name, seed))
-        sent, least = (typed.message_numbers(x, getattr(x, name), types) for x in (lab, finished))
+        mine, norms = (typed.norms(x, getattr(x, name), types) for x in (lab, finished))
+        hint = "a norm is of the residual stream, in front of f or of the gather"
+        expect(mine == norms, f"norms of what is {mine}, not {norms}", hint)
+        sent = typed.message_numbers(lab, program, types)
         hint = "it sends more than it has to: one f for what is used several times; move the small"
         hint += "; an all-reduce counts twice: it is a reduce-scatter and an all-gather"
+        hint = line_of(typed.PROGRAM_HINTS, f"{name} messages") or hint
         expect(sent <= least, f"{sent} numbers in messages, {least} would do", hint)
-        mine, least = (typed.norms(x, getattr(x, name), types) for x in (lab, finished))
-        hint = "a rank norms its own tokens, and gathers behind that"
-        expect(mine == least, f"norms of what is {mine}, not {least}", hint)
         return f"accepted; result and gradients as on one device; {sent} numbers in messages"
 
     return check

@@ -81,8 +81,8 @@ def check_dropout(lab, group, seed):
         most = 1e-6 if dtype == torch.float32 else 1e-2
         right = x.detach() * kept / (1 - finished.DROP)
         near(told, found, right, tolerance=most, usual=usual)
-        [grad] = torch.autograd.grad(found.sum(), x)
         hint = "x times the mask: nothing is detached"
+        [grad] = tried(f"{told}: the backward", hint, torch.autograd.grad, found.sum(), x)
         near(f"{told}: the gradient of x", grad, kept / (1 - finished.DROP), hint, 1e-2)
     return "any block of features of any sequence: as cut out of the batch's mask"
 
@@ -112,13 +112,8 @@ def check_tree_sum(lab, group, seed):
             hints = {text: order(parts) for text, order in ORDERS.items()}
             wide = tree([part.float() for part in parts]).to(dtype)
             hints["in the parts' dtype: each sum is rounded"] = wide
-            bits(
-                f"{count} parts, {dtype}",
-                found,
-                tree(parts),
-                hints,
-                "neighbours first, as in the picture above",
-            )
+            hint = "neighbours first, as in the picture above"
+            bits(f"{count} parts, {dtype}", found, tree(parts), hints, hint)
     return "1 to 16 parts, float32 and bfloat16: the tree's bits"
 
 
@@ -208,7 +203,7 @@ def check_mlp(lab, group, seed):
             near(f"{told}, {dtype}: out", mine["out"], right, hint)
             same_calls(told, others, calls, OF_BLOCK)
             as_alone(f"{told}, {dtype}", {"out": mine["out"]}, one, OF_BLOCK)
-            enter = "Enter in front: its backward sums over all blocks; Leave behind"
+            enter = "Enter in front gives each own block its x, and adds their gradients as a tree"
             as_alone(f"{told}, {dtype}", mine, one, enter)
     return "1, 2 and 4 ranks, float32 and bfloat16: the same products, the same bits, both ways"
 
@@ -256,7 +251,6 @@ def check_gradients(lab, group, seed):
         batch = data[: finished.B]
         with Products() as products:
             loss, right = lab.gradients(batch, state["weights"], one, 5, seed)
-        keys = [*state["weights"]]
         keys, calls = [*state["weights"]], products.calls
         both = isinstance(right, dict) and {*right} == {*keys}
         expect(both, "the second of the pair is no {key: gradient} with the keys of w")
@@ -265,23 +259,24 @@ def check_gradients(lab, group, seed):
         args = batch, state["weights"], one, 5, seed
         wanted, theirs = finished.gradients(*args)
         usual = MISTAKES, finished.gradients, args, itemgetter(0)
-        hint = section(MISTAKES, finished.gradients)[-1]
+        rule = section(MISTAKES, finished.gradients)[-1]
         near(f"one rank, {dtype}: the loss", loss, wanted, "", 1e-4, usual)
         for key in keys:
-            near(f"one rank, {dtype}: {key}'s gradient", right[key], theirs[key], hint)
+            near(f"one rank, {dtype}: {key}'s gradient", right[key], theirs[key], rule)
         for told, layout in layouts(lab):
             w = finished.new_state(layout, seed, dtype)["weights"]
             with Products() as products, Traffic() as traffic:
                 mine, grads = lab.gradients(batch, w, layout, 5, seed)
             same_calls(told, products.calls, calls, "one sequence at a time")
-            as_alone(f"{told}, {dtype}", {"the loss": mine}, {"the loss": loss}, hint)
-            as_alone(f"{told}, {dtype}", grads, right, hint)
+            divided = "the sequences' parts add up to the mean: nothing is to be divided"
+            times = [(divided, 1 / layout.dp.size())]
+            both = {"the loss": mine} | grads, {"the loss": loss} | right
+            as_alone(f"{told}, {dtype}", *both, rule, times)
             with Traffic() as least:
                 finished.gradients(batch, w, layout, 5, seed)
             found = f"{told}: messages {traffic.ops}, not {least.ops}"
-            expect(
-                traffic.ops == least.ops, found, "all gradients in a row, in one message; the loss"
-            )
+            hint = "by this lab's all_reduce(): one message for all gradients, one for the loss"
+            expect(traffic.ops == least.ops, found, hint)
     beside_hugging_face(lab, batch, one, seed)
     return "five layouts of 2 and 4 ranks as one rank, to the bit; one rank as Hugging Face's"
 
@@ -301,7 +296,8 @@ def check_resume(lab, group, seed):
             dist.barrier(group)
             for told, layout in given:
                 told, right = f"{told} from dp {old[0]} x tp {old[1]}", own_part(whole, layout)
-                state = tried(told, "see new_state()", lab.resume, folder, layout)
+                hint = "other ranks may have written: blocks are in any of the files"
+                state = tried(told, hint, lab.resume, folder, layout)
                 expect({*state} == {*right}, f"{told}: {[*state]}, not {[*right]}", "all four")
                 expect(state["step"] == 7, f"{told}: step {state['step']}, not 7", "as saved")
                 for kind in "weights", "mean", "square":
@@ -312,9 +308,7 @@ def check_resume(lab, group, seed):
                     hint = f"{kind} of the same name and block"
                     as_alone(f"{told}, {kind}", state[kind], right[kind], hint)
                 trained = all(x.requires_grad for x in state["weights"].values())
-                expect(
-                    trained, f"{told}: weights require no gradient", "as they come from the file"
-                )
+                expect(trained, f"{told}: weights require no gradient", "as they are in the file")
             dist.barrier(group)
     return "from any of five layouts to any other: weights, mean, square and step, to the bit"
 

@@ -8,6 +8,7 @@ import itertools
 import random
 
 import torch
+from checks.bits import Products
 from checks.compare import close, drawn, expect_same, tried
 from checks.muon import (
     COLLECTIVES,
@@ -15,7 +16,6 @@ from checks.muon import (
     FAMILIES,
     LAYOUTS,
     SHAPES,
-    Products,
     both_groups,
     dealt,
     expect_freed,
@@ -32,6 +32,7 @@ from checks.muon import (
     tensors_of,
     tiny,
     torchs,
+    watched_exchange,
 )
 from checks.usual import close_or_usual, usual_hint
 from harness import Traffic, Wrong, expect
@@ -48,6 +49,7 @@ x.norm() -> torch.linalg.matrix_norm(x, 2)  # |matrix| is the root of the sum of
 x.norm() -> x.abs().max()  # (a + b A + c A A) X, of X divided by |matrix|: else it grows for ever
 x.norm() -> x.square().sum()  # |matrix| is the root of the sum of squares
 x.norm().clamp(min=TINY) -> (x.norm() + TINY)  # max(|matrix|, TINY), not their sum
+torch.addmm(gram, gram, gram, beta=b, alpha=c) -> (b + c * gram) * gram  # A A is a matrix product
 x.mT if tall else x) -> x)  # transpose it back
 matrix.mT if tall else matrix -> matrix  # of more rows than columns: transposed before and after
 X = a X + (b A + c A A) X, ITERATIONS times, of X X^T = A; the factor is orthogonalize()'s
@@ -61,7 +63,8 @@ cut[0].shape[0] / cut[0].shape[1] -> cut[0].shape[1] / cut[0].shape[0]  # rows o
 chunk(blocks) -> chunk(1)  # each block for itself
 chunk(blocks) -> split(blocks)  # `blocks` blocks of m / blocks rows
 torch.cat( -> torch.stack(  # (m, n): the blocks one below the other
-consecutive rows are a block, which is a matrix of its own: its factor times newton_schulz() of it
+newton_schulz(block, dtype) -> newton_schulz(block, torch.bfloat16)  # pass dtype on
+a block of consecutive rows for itself: newton_schulz() times the root of (its rows / n), or 1
 == flops
 sum(products) -> sum(products) / 2  # a product of (i, j) and (j, k) has 2 i j k
 sorted([shape[0] // blocks, shape[1]]) -> [shape[0] // blocks, shape[1]]  # A is of the shorter side
@@ -69,6 +72,7 @@ sorted([shape[0] // blocks, shape[1]]) -> sorted(shape)  # of each block, and th
 blocks * ITERATIONS -> ITERATIONS  # of all blocks together
 blocks * ITERATIONS -> blocks  # in each of ITERATIONS
  2 * short**3, ->  # A A is a product, too
+ 2 * short**3 -> 2 * short * short * long  # both sides of A are the shorter one: A A has 2 short^3
 short, long = -> long, short =  # A has as many rows as the shorter side
 X X^T, A A, and that times X, of each block: A has as many rows as the block's shorter side
 == owners
@@ -84,6 +88,7 @@ max(matrix.sizes) -> sum(matrix.sizes) / len(matrix.sizes)  # padded: each count
 padded += largest * len(matrix.sizes) -> padded += largest  # all that comes, of P ranks
 in_and_out += matrix.shape[0] * matrix.shape[1] * width -> pass  # back go whole matrices, its own
 matrix.owner == rank -> False  # at the owner P parts, elsewhere one
+shape[1] * width -> shape[1] * width - 2 * width * matrix.own.numel()  # also what stays on the rank
 largest * len(matrix.sizes) -> largest * (len(matrix.sizes) - 1)  # also what stays on the rank
 in_and_out += matrix.own.numel() * width -> pass  # there go its parts of all
 in_and_out += matrix.own.numel() * width -> in_and_out += largest  # nothing is padded
@@ -221,12 +226,17 @@ def check_way(lab, group, seed, way, hint):
         given, what = [x.clone() for x in parts], f"{way}() of {count} on {world} ranks"
         traffic = Traffic()
         seen, right = watched(lab, traffic)
-        with traffic, FlopCounterMode(display=False) as counter:
+        counter, exchanges = FlopCounterMode(display=False), watched_exchange(lab, matrices, rank)
+        with traffic, counter, exchanges:
             call = getattr(lab, way), parts, matrices, each, DOUBLE
             found = tried(what, hint, *call)
         lab.orthogonalize = right
         expect_same("a part of an update", parts, given)
-        found = tensors_of(f"{what}", found, len(parts))
+        with Products() as products:
+            getattr(lab, way)(parts, matrices, each, torch.float32)
+        told = f"{what} in float32 multiplies {products.dtypes}"
+        expect(products.dtypes <= {torch.float32}, told, "pass dtype on")
+        found = tensors_of(what, found, len(parts))
         for i, (mine, whole, matrix) in enumerate(zip(found, wholes, matrices)):
             dim, shape = matrix.dim, (*matrix.shape,)
             told = f"{what}: of a {shape} matrix with {matrix.sizes} {('rows', 'columns')[dim]}"
@@ -237,24 +247,21 @@ def check_way(lab, group, seed, way, hint):
                 hints["not orthogonalized"] = given[i]
                 hints["in its blocks"] = torchs(whole).split(matrix.sizes, dim)[rank]
             hints = {text: x for text, x in hints.items() if not torch.equal(x, wanted)}
-            hints["by orthogonalize(), with its factor"] = (
-                wanted / max(1, shape[0] / shape[1]) ** 0.5
-            )
-            other = "joined rank by rank along dim, without padding; back in the order of matrices"
+            factor = max(1, shape[0] / shape[1]) ** 0.5
+            hints["by orthogonalize(), with its factor"] = wanted / factor
+            other = f"joined rank by rank along dim, without padding; {hint}"
+            if isinstance(mine, torch.Tensor) and mine.shape != wanted.shape:
+                other = "of each matrix, in their order, sizes[rank] rows or columns, no padding"
             worst = max(worst, close(told, mine, wanted, hints, other, EXACT))
         expect_freed(what, found, matrices)
         expect_work(what, way, counter.get_total_flops(), matrices, rank)
         expect_sent(what, way, traffic, matrices, rank)
         expect_order(what, way, seen, len(parts))
-        with Products() as products:
-            getattr(lab, way)(parts, matrices, each, torch.bfloat16)
-        seen = f"{what} in bfloat16 multiplies {products.dtypes}"
-        expect(products.dtypes <= {torch.bfloat16}, seen, "pass dtype on")
     return f"on 2 and 3 ranks off by {worst:.0e}; bytes, operations as predicted"
 
 
 def check_everywhere(lab, group, seed):
-    hint = "dist.all_gather() into a list of P tensors of padded()'s shape"
+    hint = "dist.all_gather() into P different tensors of padded()'s shape, then joined(), cut()"
     return check_way(lab, group, seed, "everywhere", hint)
 
 
@@ -269,7 +276,7 @@ def check_at_once(lab, group, seed):
 
 
 def check_bytes(lab, group, seed):
-    for world in 3, 4, 2, 1:
+    for world in 4, 3, 2, 1:
         for rank in range(world):
             matrices, _ = matrix_case(lab, rank, world, seed)
             for way in COLLECTIVES:
@@ -301,7 +308,7 @@ def expect_update(lab, seed):
         asked.append((parts[0].clone(), group, dtype))
         return [10 * part for part in parts]
 
-    how = {"decay": decay, "beta": beta, "dtype": torch.bfloat16}
+    how = {"decay": decay, "beta": beta, "dtype": torch.float16}
     lab.step([matrix, other], way, "the group", lr, **how)
     same = matrix.own.data_ptr() == kept
     expect(same, "step(): own has other memory", "in place: the model's parameters share it")
@@ -310,22 +317,26 @@ def expect_update(lab, seed):
     expect(len(asked) == 1, f"step() asks its way {len(asked)} times", "once, for all matrices")
     hints = {"momentum is a mean: (1 - beta) times the gradient": beta * first + grad}
     hints["beta and 1 - beta the other way round"] = beta * grad + (1 - beta) * first
-    close("step(): momentum", matrix.momentum, mean, hints, tolerance=EXACT)
+    hints["momentum changes once: the update is another tensor"] = update
+    hint = "beta momentum + (1 - beta) gradient"
+    close("step(): momentum", matrix.momentum, mean, hints, hint, EXACT)
     expect(matrix.momentum is momentum, "step(): momentum is another tensor", "change it in place")
     hints = {"Nesterov: the gradient once more": mean, "the gradient as it is": grad}
     hints["with the new momentum"] = beta * first + (1 - beta) * grad
     hints["a mean again: (1 - beta) times the gradient"] = grad + beta * mean
-    close("step(): the update", asked[0][0], update, hints, tolerance=EXACT)
+    close("step(): the update", asked[0][0], update, hints, f"{hint}, of the new one", EXACT)
     expect_same("a gradient", [matrix.own.grad], [grad])
-    given = "the group", torch.bfloat16
+    given = "the group", torch.float16
     expect(asked[0][1:] == given, f"way() gets {asked[0][1:]}", "pass group and dtype on")
-    right = whole * (1 - lr * decay) - lr * 10 * update
+    shrunk = 1 - lr * decay
+    right = whole * shrunk - lr * 10 * update
     hints = {"own first, times 1 - lr decay": whole - lr * 10 * update}
-    hints["scaled before, not after"] = (whole - lr * 10 * update) * (1 - lr * decay)
+    hints["own times 1 - lr decay before, not after"] = (whole - lr * 10 * update) * shrunk
     hints["times lr, too: 1 - lr decay"] = whole * (1 - decay) - lr * 10 * update
-    hints["the update is times lr"] = whole * (1 - lr * decay) - 10 * update
-    hints["subtract it"] = whole * (1 - lr * decay) + lr * 10 * update
-    close("step(): own", matrix.own.detach(), right, hints, tolerance=EXACT)
+    hints["the update is times lr"] = whole * shrunk - 10 * update
+    hints["subtract it"] = whole * shrunk + lr * 10 * update
+    hint = "(1 - lr decay) own - lr times what way() gives"
+    close("step(): own", matrix.own.detach(), right, hints, hint, EXACT)
 
 
 def check_step(lab, group, seed):

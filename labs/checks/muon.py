@@ -1,17 +1,18 @@
 """Muon on one device by torch.optim.Muon, sharded matrices, small models: for lab 17."""
 
+import math
 from functools import cache
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from checks.compare import drawn
 from checks.experts import Float64
 from checks.tools import subgroup
-from harness import LABS, Wrong, expect, load
+from harness import LABS, Wrong, expect, load, relative_error
 from torch import nn
 from torch.optim import AdamW, Muon
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 finished = load(LABS / "lab17_muon.py")  # not the learner's
@@ -62,19 +63,6 @@ def torchs(matrix, blocks=1):
         Muon(params, lr=1.0, weight_decay=0.0, momentum=0.0).step()
     expect(exact.casts == blocks, "torch.optim.Muon casts in another way: see checks/muon.py")
     return -torch.cat([p.detach() for p in params])
-
-
-class Products(TorchDispatchMode):
-    """Notes the dtypes that matrices are multiplied in."""
-
-    def __init__(self):
-        super().__init__()
-        self.dtypes = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._opname in ("mm", "addmm", "bmm", "baddbmm"):
-            self.dtypes |= {x.dtype for x in args if isinstance(x, torch.Tensor)}
-        return func(*args, **(kwargs or {}))
 
 
 def tiny(family, seed, **changes):
@@ -195,7 +183,7 @@ def model_errors(lab, family, layout, way, per_head, group, seed):
             losses.append(loss.item())
     errors = {}
     for name, matrix in zip(chosen, matrices):
-        errors[f"momentum of {name}"] = off(
+        errors[f"momentum of {name}"] = relative_error(
             matrix.momentum, right.momentum[name].split(matrix.sizes, matrix.dim)[rank]
         )
     errors["loss"] = max(abs(a - b) / b for a, b in zip(losses, right.losses))
@@ -203,21 +191,12 @@ def model_errors(lab, family, layout, way, per_head, group, seed):
         whole = right.weights[name]
         if layout == "ZeRO-1":
             start, end = finished.split(len(whole), rank, world)
-            errors[f"{name}, all of it"] = off(model.get_parameter(name).detach(), whole)
+            own_copy = model.get_parameter(name).detach()
+            errors[f"{name}, all of it"] = relative_error(own_copy, whole)
         else:
             _, start, end = part.shard or (0, 0, len(whole))
-        errors[name] = off(part.detach(), whole.narrow(dim, start, end - start))
+        errors[name] = relative_error(part.detach(), whole.narrow(dim, start, end - start))
     return errors
-
-
-def off(mine, right):
-    """||mine - right|| / ||right||; of nothing 0, of another shape infinite."""
-    if mine.shape != right.shape:
-        return float("inf")
-    if not right.numel():
-        return 0.0
-    error = ((mine - right).norm() / right.norm()).item()
-    return error if error == error else float("inf")
 
 
 def expect_model(lab, what, *case):
@@ -329,9 +308,28 @@ def expect_sent(what, way, traffic, matrices, rank):
     for op, nbytes in right.items():
         sent = traffic.bytes(op)
         found = f"{what}: {op} moves {sent} bytes, not {nbytes}"
-        expect(
-            sent == nbytes, found, "each part once, padded() to the largest" * (way != "at_once")
-        )
+        hint = "each part once, padded() to the largest" * (way != "at_once")
+        expect(sent == nbytes, found, hint)
+
+
+def watched_exchange(lab, matrices, rank):
+    """A context in which exchange() refuses other numbers than what goes to owners, and back."""
+    ranks, exchange = range(len(matrices[0].sizes)), lab.exchange
+    there = [sum(m.own.numel() for m in matrices if m.owner == r) for r in ranks]
+    own = [m for m in matrices if m.owner == rank]
+    back = [sum(math.prod(m.part_shape(r)) for m in own) for r in ranks]
+    rights = [(there, back), (back, there)]
+
+    def counting(sends, receives, *args):
+        found = [sum(x.numel() for x in xs) for xs in sends]
+        found = found, [sum(map(math.prod, shapes)) for shapes in receives]
+        right = rights.pop(0) if rights else ([], [])
+        numbers = f"exchange() sends and receives numbers {found} of the ranks, not {right}"
+        hint = "one message for all matrices there, one back: parts to their owners and from them"
+        expect(found == right, numbers, hint)
+        return exchange(sends, receives, *args)
+
+    return mock.patch.object(lab, "exchange", counting)
 
 
 def expect_work(what, way, counted, matrices, rank):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from blame import default_group_refused
 from checks.compare import close, drawn
 from checks.documents import (
     END,
@@ -47,7 +48,7 @@ FAMILIES = {
 # ---- Attention on one device ---------------------------------------------------------------------
 
 
-def attention_case(seed, lengths, window, kv=5, g=2, d=3):
+def attention_case(seed, lengths, window, kv=5, g=3, d=2):
     """q (kv, g, s, d), k, v, dout of a packed sequence; on one device out, dq, dk, dv."""
     s = sum(lengths)
     q, dout = drawn(seed, kv, g, s, d), drawn(seed + 1, kv, g, s, d)
@@ -145,6 +146,13 @@ def watch(lab, toward, hint):
     return events, lengths
 
 
+def expect_all(told, events, lengths, hint):
+    """Raise Wrong unless all exchanges of watch() have been begun, and each waited for."""
+    expect(not lengths, f"{told}: no pass_on() of (sent, received) tokens {lengths[:1]}", hint)
+    waited = events.count("b") == events.count("w")
+    expect(waited, f"{told}: what a pass_on() has begun is not waited for", hint)
+
+
 def lengths_of(case, held, rank, forward):
     """[(tokens sent, received) of each exchange of the ring, where there are any]."""
     P = len(held)
@@ -172,22 +180,17 @@ def expect_overlap(told, events, case, held, rank, busy):
 def expect_one(what, traffic, right):
     """Raise Wrong unless one all-to-all of so many bytes is all there was."""
     found = f"{what}: {traffic.ops}, and one all-to-all of {right} bytes would do"
-    expect(
-        traffic.ops == {"all_to_all": [1, right]}, found, "rows of c numbers, all in one message"
-    )
+    hint = "rows of c numbers, all in one message"
+    expect(traffic.ops == {"all_to_all": [1, right]}, found, hint)
 
 
 def expect_loss(lab, told, labels, own, group, seed):
     """Raise Wrong unless mean_loss() of a rank's tokens is its summand, with its gradient."""
     logits, mine = drawn(seed, len(labels), VOCAB), labels[own]
     x = logits[own].requires_grad_()
-    with unchanged(logits=x, labels=mine), Traffic() as traffic:
+    with unchanged(logits=x, labels=mine), Traffic() as traffic, default_group_refused():
         found = lab.mean_loss(x, mine, group)
     total, own_targets = (labels != IGNORE).sum(), (mine != IGNORE).sum()
-    calls = sum(count for count, _ in traffic.ops.values())
-    hint = "one number: how many targets there are; a rank that has none takes part, too"
-    one = calls == 1 and traffic.bytes("all_reduce") <= 8
-    expect(one, f"{told}: messages {traffic.ops or 'none'}", hint)
     hint = "the number of targets has no gradient; the loss has"
     expect(found.requires_grad, f"{told}: the summand has no gradient", hint)
     losses = F.cross_entropy(x, mine, reduction="sum")
@@ -199,10 +202,14 @@ def expect_loss(lab, told, labels, own, group, seed):
     hints["the sum, once divided: reduction='sum'"] = own_targets * total
     hints = {text: (losses / n).detach() for text, n in hints.items() if n}
     hint = "a rank without a target has 0; where no rank has one, the sum is divided by 1"
-    hint = hint if not total or found.isnan() else "the sum over own targets / all ranks' targets"
+    if total and not found.isnan():
+        hint = "the sum over own targets / all ranks' targets, to which a rank without one adds 0"
     close(f"{told}: the summand", found.detach(), right.detach(), hints, hint)
     grads = (gradients(y, None, [x])[0] for y in (found, right))
     close(f"{told}: the gradient", *grads, None, "that of the own summand, and of no other")
+    hint = "one number: how many targets there are; a rank that has none takes part, too"
+    one = [*traffic.ops] == ["all_reduce"] and traffic.ops["all_reduce"] <= [1, 8]
+    expect(one, f"{told}: messages {traffic.ops or 'none'}", hint)
 
 
 # ---- Whole models --------------------------------------------------------------------------------

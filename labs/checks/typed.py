@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 import torch.nn.functional as F
 from harness import LABS, load
+from harness import relative_error as apart
 
 finished = load(LABS / "lab15_types.py")  # not the learner's
 OPERATIONS = "move repeat_heads reshape add subtract multiply silu exp log total mean linear norm"
@@ -42,6 +43,19 @@ softmax: linear in nothing; as many numbers come out as go in; v is needed as a 
 embedding: linear in the table alone; a sum over v; v is summed over, and need not be whole
 attention: linear in v alone; k and v have t for q's s, v has e for d; all of s, t and d, not of e
 """  # what is linear; letters; what is needed as a whole
+PROGRAM_HINTS = """
+tp_block: f (I to R) in front of what is sharded, g (P to I) behind; one of each in either half
+tp_block norm: norms and what they norm are I: f comes behind the norm
+sp_block: S(1) to R in front of the matrices, where all tokens are needed; P to S(1) behind them
+sp_block norm: the norm of own tokens gives a summand of its weight's gradient: the weight I to R
+vocabulary_loss: f in front of the head; the sums over the vocabulary are P, and the loss is I
+vocabulary_loss messages: the two sums are moved: no rank may have all logits
+replicated_kv: each axis by itself: x from I to R on both, k and v on rep; o gives P on both
+replicated_kv attention: own takes of the repeated heads, dimension 2, those of own query heads
+lora: x and a1 go from I to R, since outputs are sharded, and b2, since it works on summands
+lora messages: one sum over the ranks, of both paths together; f for x, a1 and b2 alone
+lora add: both paths are P: the one sum over the ranks comes behind the addition
+"""  # program and operation that does not fit, or program: what to do
 
 
 def on(type):
@@ -49,12 +63,10 @@ def on(type):
     return type if isinstance(type, dict) else {"tp": type}
 
 
-def on_axes(types, returns):
-    """The types of a program's arguments and of its result, each {axis: type}."""
-    return {name: on(type) for name, type in types.items()}, on(returns)
-
-
-PROGRAMS = {name: on_axes(*signature) for name, signature in SIGNATURES.items()}
+PROGRAMS = {
+    program: ({name: on(type) for name, type in types.items()}, on(returns))
+    for program, (types, returns) in SIGNATURES.items()
+}
 
 
 @contextmanager
@@ -75,10 +87,13 @@ def inside(lab, functions, edits=None):
                     return args[0]
                 if i is None:
                     args[1:] = how
-                elif isinstance(args[i], Ranks):
-                    args[i][:] = functions["move"](args[i], *how)  # for its later uses, too
                 else:
-                    args[i] = functions["move"](args[i], *how)
+                    made, old = functions["move"](args[i], *how), args[i]
+                    args[i] = made
+                    if isinstance(old, Ranks):
+                        old[:] = made  # for its later uses, too
+                    elif isinstance(old, lab.Typed):
+                        old.types = made.types
             return functions[name](*args)
 
         return call
@@ -123,9 +138,7 @@ def carry_out(src, dst, xs):
         for rank, (x, into) in enumerate(zip(xs, found)):
             into.narrow(here, rank * x.shape[here], x.shape[here]).copy_(x)
         return found
-    whole = {"P": sum(xs)}.get(src[0])
-    if src[0] == "S":
-        whole = torch.cat(xs, here)
+    whole = torch.cat(xs, here) if src[0] == "S" else sum(xs)
     if dst[0] == "S":
         own = xs if kind in ("RS", "IS") else [whole] * world
         return [slice_of(x, rank, world, there) for rank, x in enumerate(own)]
@@ -240,18 +253,11 @@ def join(parts, types, mesh):
                 parts.append(sum(own))
             elif type[0] == "S":
                 parts.append(torch.cat(own, finished.sharded_dim(type)))
-            elif all(apart(x, own[0]) <= SAME for x in own):
+            elif all(apart(x.nan_to_num(), own[0].nan_to_num()) <= SAME for x in own):
                 parts.append(own[0])
             else:
                 raise ValueError(f"ranks have different numbers of what is {type}")
     return parts[0]
-
-
-def apart(x, y):
-    """||x - y|| / ||y||, infinite for other shapes."""
-    if x.shape != y.shape:
-        return float("inf")
-    return ((x - y).norm() / y.norm().clamp(min=1e-30)).item()
 
 
 def drawn(types, seed):
