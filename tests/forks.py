@@ -54,6 +54,7 @@ MODELS = {  # As they really come. 2, 3, 4 divide none of vocabulary, intermedia
              "no_rope_layer_interval": 3, "initializer_range": 0.1,
              "layer_types": ["full_attention"] + 3 * ["sliding_attention", "full_attention"],
              **MIXED},
+    "wide": {"num_hidden_layers": 7, "num_key_value_heads": 4, "vocab_size": 4096},
     "deep_untied": {"num_hidden_layers": 5, "num_key_value_heads": 4, "tie_word_embeddings": False},
 }  # fmt: skip
 

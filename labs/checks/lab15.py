@@ -286,6 +286,7 @@ SMALL = (  # what, program (of a module's operations), types of k and v
     ("an unused exp(k)", lambda x, k, v, norm1: (x.exp(k), norm1)[1], "P", "R"),
     ("an unused k + v", lambda x, k, v, norm1: (x.add(k, v), norm1)[1], "I", "P"),
     ("a result k", lambda x, k, v, norm1: k, "V", "R"),
+    ("a v + k, summed", lambda x, k, v, norm1: (x.add(v, x.move(k, "P", "R")), norm1)[1], "P", "I"),
     ("v + k, summed to R", lambda x, k, v, norm1: x.add(v, x.move(k, "P", "R")), "P", "I"),
 )
 

@@ -58,11 +58,11 @@ def check_copy_without_no_grad(lab, group, seed):
 
 def check_parallelize_order(lab, group, seed):
     """An MLP from meta to a mesh of these ranks: weights, output, the size of the shards."""
-    whole = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
+    whole = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6), nn.LayerNorm(6))
     weights = {name: numbers(seed, *t.shape) for name, t in whole.state_dict().items()}
     whole.load_state_dict(weights)
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
+        model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6), nn.LayerNorm(6))
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
     mesh = DeviceMesh.from_group(subgroup(group, 10), "cpu")
     given = {name: tensor.clone() for name, tensor in weights.items()}
@@ -72,9 +72,9 @@ def check_parallelize_order(lab, group, seed):
     expect(given.keys() == weights.keys(), "weights has lost some", "it is the caller's: copy it")
     for name, parameter in model.named_parameters():
         cut = hasattr(parameter, "full_tensor")
-        expect(cut, f"{name} is a plain tensor", "cut by plan: parallelize_module")
-        there = parameter.device.type == "cpu"
-        there = there and torch.equal(parameter.full_tensor().detach(), weights[name])
+        expect(cut == (name[0] in plan), f"{name}: cut: {cut}", "cut by plan: parallelize_module")
+        full = (parameter.full_tensor() if cut else parameter).detach()
+        there = parameter.device.type == "cpu" and torch.equal(full, weights[name])
         expect(there, f"{name} does not hold its weights", hint)
     x = numbers(seed, 3, 6)
     error = expect_close("the output", model(x).detach() + 0, whole(x).detach())
