@@ -80,7 +80,7 @@ def ranks(tmp_path_factory):
 SAMPLE = (  # of the slow tests, what CI runs: parts of their ids
     "test_lab", "committed", "bad_notebook", "full_disk", "two_agents_run_one_job[pp", "ctrl_c",
     "[2-kill-forward-", "[2-stop-collective-", "[2-raise-backward-", "[2-hang-backward-",
-    "learns[sp_megatron.py-2-", "not_kept[sp_ulysses", "under_torchrun_rank_0", "of_each_kind[lengths",
+    "learns[sp_megatron.py-2-", "not_kept[sp_u", "under_torchrun_rank_0", "of_each_kind[lengths",
     "of_each_kind[cpu-bench", "operators", "excuses", "changes_the_mathematics", "on_the_page",
     "is_the_scripts", "view_fits", "keys_buttons", "in_the_fragment", "broken_fragments",
     "name_moments", "unless_motion", "is_predicted[7", "runs_anew[1", "killed_and_resumed",
