@@ -15,7 +15,7 @@ the forward of microbatch 0; B0 -- is its backward, which takes twice as long (t
 afab: all forward, all backward. Every rank keeps the activations of all M microbatches.
     rank 0   F0 F1 F2 F3 .  .  .  B0 -- B1 -- B2 -- B3 --
     rank 1   .  F0 F1 F2 F3 B0 -- B1 -- B2 -- B3 -- .  .
-1f1b: one forward, one backward. As long as afab, but at most P microbatches' activations.
+1f1b: one forward, one backward. Takes as long as afab, keeps at most P microbatches' activations.
     rank 0   F0 F1 .  .  B0 -- F2 B1 -- F3 B2 -- .  B3 --
     rank 1   .  F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .  .
 interleaved: a rank has V = 2 stages (rank 0 layers 0, 1, 4, 5; small letters are its second stage),
@@ -495,7 +495,7 @@ def parallelize(model, group, args):
                 if isinstance(module, nn.Linear):
                     layer.set_submodule(name, DeferredLinear(module, left_to_w))
     is_tied = model.lm_head.weight is model.model.embed_tokens.weight
-    if rank > 0 and not (is_tied and rank == P - 1):  # has lm_head's weight
+    if rank > 0 and not (is_tied and rank == P - 1):  # whose lm_head uses it
         model.model.embed_tokens = nn.Identity()
     if rank < P - 1:
         model.model.norm, model.lm_head = nn.Identity(), nn.Identity()

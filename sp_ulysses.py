@@ -7,7 +7,7 @@ treats each head by itself: so it gets all tokens of 1/P of the heads. One atten
     rank 0: tokens 0..s/2       rank 1: tokens s/2..s        (b, s/2, h)
     q, k, v projections         q, k, v projections          replicated weights, all heads
         |                               |
-    (b, heads, s/2, d)          (b, heads, s/2, d)           q, k rotated by place in all s
+    (b, heads, s/2, d)          (b, heads, s/2, d)           q, k rotated by their positions
         |        all-to-all, each of q, k, v    |            backward: all-to-all back
         v                                       v
     (b, heads/2, s, d)          (b, heads/2, s, d)           all tokens, own heads
