@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from checks.usual import usual_hint
 from harness import LABS, Wrong, expect, load
+from torch.nn.attention.flex_attention import create_mask
 from torch.utils._pytree import tree_leaves, tree_map
 
 finished = load(LABS / "lab14_documents.py")  # not the learner's
@@ -159,6 +160,18 @@ def mask_of(lengths, window):
     return torch.block_diag(*blocks).bool()
 
 
+def pytorchs_mask(lengths, window):
+    """The same by PyTorch's flex_attention."""
+    document = document_of(lengths)
+
+    def seen(b, h, q, k):
+        near = True if window is None else q - k < window
+        return (k <= q) & (document[k] == document[q]) & near
+
+    s = len(document)
+    return create_mask(seen, 1, 1, s, s, device="cpu")[0, 0]
+
+
 def position_of(lengths):
     """(s,): each token's place in its document."""
     return torch.cat([torch.arange(n) for n in lengths])
@@ -295,6 +308,23 @@ def unchanged(**given):
 def groups_of_all_sizes():
     """Groups of 1 to 4 of four ranks, whose ranks have other numbers in them than in the world."""
     return [dist.new_group(ranks) for ranks in ([1, 3], [0, 2, 3], [0, 1, 2, 3], [2])]
+
+
+def expect_pytorchs(lab, world):
+    """The same assignment as PyTorch's balancer's, of one document: it wants multiples of 2P."""
+    try:
+        from torch.distributed.tensor.experimental._context_parallel import _load_balancer as theirs
+
+        balancer = theirs._PerDocumentHeadTailLoadBalancer
+    except (ImportError, AttributeError):  # it is private: another version may lack it
+        return "PyTorch's is not in this version"
+    for n in 2 * world, 6 * world, 16 * world:
+        indices = balancer([[n]], world, "cpu")._generate_indices()[0]
+        right = [sorted(part.tolist()) for part in indices.chunk(world)]
+        args = torch.arange(n), world
+        told = f"a document of {n} tokens"
+        expect_held(told, lab.by_document(*args), right, finished.by_document, args)
+    return "PyTorch's"
 
 
 def expect_tiles(told, found, mask, tile, args):

@@ -1,8 +1,8 @@
 """Lab 14's checks, each of which runs on every rank, and the bugs that they have to catch.
 
 In float64, so that nothing but a mistake is off by more than EXACT. What is right comes from masks
-that are put together document by document, from PyTorch's own attention, and from Hugging Face's
-models, which see one document at a time. See documents.py.
+that are put together document by document, from PyTorch's own attention, mask and load balancer,
+and from Hugging Face's models, which see one document at a time. See documents.py.
 """
 
 import random
@@ -16,6 +16,7 @@ from checks.documents import (
     document_of,
     expect_held,
     expect_numbers,
+    expect_pytorchs,
     expect_tiles,
     expect_travels,
     expect_visible,
@@ -28,6 +29,7 @@ from checks.documents import (
     packings,
     placements,
     position_of,
+    pytorchs_mask,
     short,
     unchanged,
     zigzag,
@@ -77,7 +79,7 @@ def check_mask(lab, group, seed):
         position, s = position_of(lengths), sum(lengths)
         for window in WINDOWS:
             told = f"{what}, window {window}"
-            mask = mask_of(lengths, window)
+            mask = pytorchs_mask(lengths, window)
             with unchanged(position=position):
                 first = lab.first_seen(position, window)
             right, args = first_of(lengths, window), (position, window)
@@ -87,7 +89,7 @@ def check_mask(lab, group, seed):
             with unchanged(q_at=q_at, k_at=k_at, first=right):
                 found = lab.visible(*args)
             expect_visible(told, found, mask[q_at][:, k_at], args)
-    return "with and without windows: what a block-diagonal mask says"
+    return "with and without windows: what PyTorch's create_mask and a block-diagonal mask say"
 
 
 def check_work(lab, group, seed):
@@ -113,7 +115,9 @@ def check_by_document(lab, group, seed):
                 found = lab.by_document(position, world)
             told, right = f"{what} on {world} ranks", zigzag(lengths, world)
             expect_held(told, found, right, finished.by_document, (position, world))
-    return "1 to 8 ranks: zigzag in each document, at most a token apart"
+    for world in 1, 2, 3:
+        whose = expect_pytorchs(lab, world)
+    return f"1 to 8 ranks: zigzag in each document, at most a token apart; {whose}"
 
 
 def check_by_work(lab, group, seed):

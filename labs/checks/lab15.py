@@ -13,7 +13,6 @@ from checks.typed import PROGRAMS, S, finished
 from checks.usual import usual_hint
 from harness import Wrong, expect
 
-LETTERS = "R", "I", "P", "V"
 OPERANDS = {  # operations: the arguments that they are tried with, kind by kind
     "linear": ("x", "q"),
     "norm": ("x", "norm1"),

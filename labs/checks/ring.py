@@ -111,11 +111,6 @@ def cases(group, seed):
                 yield P, ring, placement, not uneven, draw_case(seed + P, P, placement, uneven)
 
 
-def grouped(q, k):
-    """(b, heads, n, d) -> (b, kv, g, n, d)"""
-    return q.unflatten(1, (k.shape[1], -1))
-
-
 def block_bytes(case, rank):
     """K and V of a rank's tokens."""
     return 2 * case.k[:, :, case.held[rank]].nbytes
