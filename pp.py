@@ -8,36 +8,53 @@ Each of P ranks holds some of the layers, a stage, and sends hidden states on. P
         |                    <-- gradients (b, s, h) ---    loss
 
 With one batch, one stage would wait while the other computes. So the batch is cut into M
-microbatches, and a schedule is the order in which a rank works on them. Here P = 2 and M = 4. F0 is
-the forward of microbatch 0; B0 -- is its backward, which takes twice as long (three times with
---recompute full, the default, which runs the forward again); a dot is waiting.
+microbatches, and a schedule is the order in which a rank works on them. Here P = 2 and M = 4, with
+--recompute none. F0 is the forward of microbatch 0. Its backward, "B0 --", takes twice as long
+(three times with --recompute full, the default, which runs the forward again). A dot is idle time.
 
-afab: all forward, all backward. Every rank keeps the activations of all M microbatches.
+afab: all forward, all backward.
     rank 0   F0 F1 F2 F3 .  .  .  B0 -- B1 -- B2 -- B3 --
     rank 1   .  F0 F1 F2 F3 B0 -- B1 -- B2 -- B3 -- .  .
-1f1b: one forward, one backward. Takes as long as afab, keeps at most P microbatches' activations.
+1f1b: one forward, one backward. It takes as long as afab, and keeps less.
     rank 0   F0 F1 .  .  B0 -- F2 B1 -- F3 B2 -- .  B3 --
     rank 1   .  F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .  .
 interleaved: a rank has V = 2 stages (rank 0 layers 0, 1, 4, 5; small letters are its second stage),
-each half as long, so a column is half as much time. 1/V of the waiting, but more messages.
+each half as long, so a column is half as much time.
     rank 0   F0 F1 f0 f1 F2 .  b0 -- F3 b1 -- f2 B0 -- f3 B1 -- .  b2 -- .  b3 -- B2 -- B3 --
     rank 1   .  F0 F1 f0 b0 -- f1 b1 -- F2 B0 -- F3 B1 -- f2 b2 -- f3 b3 -- B2 -- B3 -- .  .
 zb: the backward is cut in two. B computes the gradient of the stage's input, for which the rank
-before it waits; W computes those of its layers' matrices, for which no rank waits. F, B and W take
-equally long (with --recompute none).
+before it waits; W computes the gradients of the layers' weight matrices, which no other rank needs.
+F, B and W take equally long.
     rank 0   F0 F1 .  B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
     rank 1   .  F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
 
-Cost: one (b, s, h) is sent forward and one back at each of the V P - 1 boundaries between stages:
-far less than tp.py's 4 all-reduces a layer. Weights, gradients and optimizer state shrink by P; but
-embeddings tied to the head are on the first and the last rank, and their gradients are summed once
-a step. Time is lost to the bubble, in which a rank waits. For M >= P this is (P-1)/(M+P-1) of the
-time with afab and 1f1b, (P-1)/(V M+P-1) interleaved, and (P-1)/(3 M+P-1) with zb as drawn here.
+For M >= P and stages that take equally long (but the last has head and loss, too):
+
+                  idle, of all time   messages of all     microbatches that rank r keeps at most
+                                      ranks, each way     for their B              for their W
+    afab          (P-1) / (M+P-1)     M (P-1)             M                        -
+    1f1b          (P-1) / (M+P-1)     M (P-1)             P-r                      -
+    interleaved   (P-1) / (V M+P-1)   M (V P-1)           min(M, P + (P-2r-1)/V)   -
+    zb            (P-1) / (3 M+P-1)   M (P-1)             P-r                      r
+
+zb keeps P in all; right after a B, P-r-1 of them for their B and r+1 for their W. A microbatch that
+is kept in one of V stages counts 1/V. The idle time of the first three is the same for any length
+of F and B; zb's is for F = B = W, as drawn; bubble_formula() has it for other times.
+
+How much one microbatch keeps, for each token and layer (of a LLaMA): for B the layer's input, h
+numbers, with --recompute full; 19 to 27 h with none. For W the input and the output's gradient of
+each weight matrix, 14 to 19 h, with either: so with full, zb needs much more memory than 1f1b.
+--mode schedule counts the bytes, --mode bubble measures them.
+
+A message is (b/M, s, h): so each boundary between two stages sends one (b, s, h) each way, where
+tp.py all-reduces four in every layer. Weights, gradients and optimizer state shrink by P, but for
+embedding and head; if they are tied, the first and the last rank both have them, and their
+gradients are summed once a step.
 
     torchrun --nproc_per_node=2 pp.py --mode correctness --schedule 1f1b --microbatches 4
     torchrun --nproc_per_node=2 pp.py --mode all --schedule zb
     torchrun --nproc_per_node=2 pp.py --mode bubble --schedule zb  # measured beside simulated
-    python pp.py --mode schedule --schedule 1f1b --ranks 8 --microbatches 32  # drawn by one process
+    python pp.py --mode schedule --schedule 1f1b --ranks 4 --microbatches 6  # drawn by one process
     torchrun --nproc_per_node=2 labs/torch_pipeline.py --mode benchmark  # PyTorch runs the stages
     torchrun --nproc_per_node=2 labs/break_it.py pp.py mean_of_means --microbatches 3
 """
@@ -55,14 +72,16 @@ import io
 import json
 import math
 import os
+import re
 import signal
 import statistics
 import sys
 import time
+import traceback
 import weakref
 from collections import Counter, deque
 from functools import partial
-from itertools import accumulate, product
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -104,7 +123,7 @@ PRESETS = {  # with random weights: the model_type, then SIZES
 
 # Copied from tp.py
 class UsageError(Exception):
-    """Arguments or a model that cannot work; the message says what would."""
+    """Arguments or a model that cannot work; the message says what to use instead."""
 
 
 # ---- 2. Communication: the schedules, and the channels for their messages ------------------------
@@ -115,7 +134,7 @@ class Action(NamedTuple):
     layers' linear weights, which B then leaves out (the names of the Zero Bubble paper)."""
 
     kind: str
-    stage: int  # 0 to P V - 1; stage s is on rank s % P
+    stage: int  # 0 to P V - 1
     microbatch: int
 
     def __str__(self):
@@ -129,8 +148,18 @@ def split(n, rank, world):
     return rank * base + min(rank, extra), (rank + 1) * base + min(rank + 1, extra)
 
 
+def stages_of(rank, P, V):
+    """The stages of a rank: the first P stages are on ranks 0 to P - 1, the next P again, ..."""
+    return range(rank, V * P, P)
+
+
+def rank_of(stage, P):
+    """The rank that has a stage."""
+    return stage % P
+
+
 def afab(rank, P, M, V=1):
-    """All forward, all backward (GPipe, arXiv 1811.06965): a rank's actions. V is always 1."""
+    """All forward, all backward (GPipe, arXiv 1811.06965): a rank's actions. V is not used."""
     for m in range(M):
         yield Action("F", rank, m)
     for m in range(M):
@@ -152,23 +181,16 @@ def one_f_one_b(rank, P, M, V=1):
 
 
 def interleaved(rank, P, M, V):
-    """Interleaved 1F1B (Megatron-LM, arXiv 2104.04473): a rank's stages are rank, rank + P, ...
-    A group of P microbatches goes through the rank's first stage, then through its second, and so
-    on; then the next group. With fewer than P in a group a rank ends its first stage before
-    microbatch 0 is back from the last rank, and waits: so if P does not divide M > P, groups are
-    larger. P = 2, V = 2, M = 5: groups 0 1 2 and 3 4 (gaps: the ends of warmup and steady state)
-        rank 0   F0 F1 F2 f0 f1   f2 b0 F3 b1 F4 b2 f3 B0 f4 B1   B2 b3 b4 B3 B4
-        rank 1   F0 F1 F2   f0 b0 f1 b1 f2 b2 F3 B0 F4 B1 f3 B2 f4 b3   b4 B3 B4
-    Warmup: the first group's forwards in all of the rank's stages but the last (here 3), and 2 more
-    for each later rank. 1F1B has one of the two: it covers a microbatch's way to the last rank, and
-    the rank waits while the gradient comes back. Here the second fills that wait.
-    """
-    group_count = max(1, M // P)
-    groups = [range(*split(M, i, group_count)) for i in range(group_count)]
-    stages = range(rank, V * P, P)
+    """Interleaved 1F1B (Megatron-LM, arXiv 2104.04473), where P divides M. P microbatches go
+    through a rank's first stage, then through its second, and so on; then the next P."""
+    stages = stages_of(rank, P, V)
+    groups = [range(m, m + P) for m in range(0, M, P)]
     forwards = [Action("F", s, m) for group in groups for s in stages for m in group]
     backwards = [Action("B", s, m) for group in groups for s in reversed(stages) for m in group]
-    warmup = min((V - 1) * len(groups[0]) + 2 * (P - rank - 1), V * M)
+    # P forwards in each stage but the last, and 2 for each rank after this one, as Megatron has it:
+    # with 1 each the bubble is the same if messages take no time, and 2 leave them time. P = 4,
+    # V = 2: 10, 8, 6, 4
+    warmup = min((V - 1) * P + 2 * (P - rank - 1), V * M)
     yield from forwards[:warmup]
     for forward, backward in zip(forwards[warmup:], backwards):  # steady state
         yield forward
@@ -177,9 +199,9 @@ def interleaved(rank, P, M, V):
 
 
 def zero_bubble(rank, P, M, V=1):
-    """ZB-H1 (arXiv 2401.10241): 1F1B in which rank r runs W of microbatch m after B of m + r.
-    It holds at most P microbatches: P - r that wait for their B, r for their W (with each linear's
-    x and dy). After its last B come r + 1 W, while ranks before it still have B to do."""
+    """ZB-H1 (arXiv 2401.10241): 1F1B in which rank r runs W of microbatch m after B of m + r. So r
+    microbatches wait for their W, and between B and W one more. After its last B come r + 1 W,
+    while the ranks before it still have B to do."""
     for action in one_f_one_b(rank, P, M):
         yield action
         if action.kind == "B" and action.microbatch >= rank:
@@ -191,101 +213,81 @@ def zero_bubble(rank, P, M, V=1):
 SCHEDULES = {"afab": afab, "1f1b": one_f_one_b, "interleaved": interleaved, "zb": zero_bubble}
 
 
-def source(action, stages):
+def producer(action, stage_count):
     """The action of a neighboring stage whose result an action receives. None: F of the first stage
     starts from ids, B of the last from the loss, W from what its B has kept."""
     if action.kind == "F" and action.stage > 0:
         return action._replace(stage=action.stage - 1)
-    if action.kind == "B" and action.stage < stages - 1:
+    if action.kind == "B" and action.stage < stage_count - 1:
         return action._replace(stage=action.stage + 1)
     return None
 
 
-def needs(action, stages):
+def dependencies(action, stage_count):
     """The actions, of this stage or another, that have to end before an action can begin."""
-    needed = [source(action, stages)]
+    found = [producer(action, stage_count)]
     if action.kind in "BW":
-        needed.append(action._replace(kind={"B": "F", "W": "B"}[action.kind]))
-    return [need for need in needed if need is not None]
+        found.append(action._replace(kind={"B": "F", "W": "B"}[action.kind]))
+    return [dependency for dependency in found if dependency is not None]
 
 
-def simulate(schedules, stages, cost):
+def simulate(schedules, stage_count, cost):
     """When each action would run: [(rank, action, begin, end)], from every rank's list of actions.
     cost(action) is its time; messages take none. Actions that a deadlock holds up are left out."""
     rows = []
     ended = {}  # {action: when}
     free = [0.0] * len(schedules)  # when each rank can begin its next action
-    left = [deque(actions) for actions in schedules]
+    waiting = [deque(actions) for actions in schedules]
     progress = True
     while progress:
         progress = False
-        for rank, actions in enumerate(left):
-            while actions and all(need in ended for need in needs(actions[0], stages)):
+        for rank, actions in enumerate(waiting):
+            while actions and all(d in ended for d in dependencies(actions[0], stage_count)):
                 action = actions.popleft()
-                begin = max([free[rank], *(ended[need] for need in needs(action, stages))])
+                begin = max([free[rank], *(ended[d] for d in dependencies(action, stage_count))])
                 free[rank] = ended[action] = begin + cost(action)
                 rows.append((rank, action, begin, ended[action]))
                 progress = True
     return rows
 
 
-def faults(schedules, stages, M):
-    """What is wrong with a schedule, given as every rank's list of actions: [] if nothing is."""
+def fault(schedules, V, M):
+    """What is wrong with a schedule, given as every rank's list of actions; "" if nothing is."""
     P = len(schedules)
     kinds = {"F", "B"} | {action.kind for actions in schedules for action in actions}
     for rank, actions in enumerate(schedules):
-        if sorted(actions) != list(product(sorted(kinds), range(rank, stages, P), range(M))):
-            return [f"rank {rank} does not do each of its actions once"]
-    ran = {action for _, action, _, _ in simulate(schedules, stages, lambda action: 1)}
+        if sorted(actions) != list(product(sorted(kinds), stages_of(rank, P, V), range(M))):
+            return f"rank {rank} does not do each of its actions once"
+        b_order = [action for action in actions if action.kind == "B"]
+        w_order = [action._replace(kind="B") for action in actions if action.kind == "W"]
+        if w_order not in ([], b_order):  # each W is of the microbatch that has waited longest
+            return f"rank {rank} runs W in another order than B"
+    ran = {action for _, action, _, _ in simulate(schedules, P * V, lambda action: 1)}
     left = [[action for action in actions if action not in ran] for actions in schedules]
-    first = [(rank, actions[0]) for rank, actions in enumerate(left) if actions]
-    if first:
-        stuck = [f"rank {rank} with {action} of stage {action.stage}" for rank, action in first]
-        return [f"deadlock: these wait for each other: {', '.join(stuck)}"]
+    stuck = [(rank, actions[0]) for rank, actions in enumerate(left) if actions]
+    if stuck:
+        each = ", ".join(f"rank {rank} with {a} of stage {a.stage}" for rank, a in stuck)
+        return f"deadlock: these wait for each other: {each}"
     # NCCL's messages have no tags: they have to be received in the order in which they are sent
     for rank, kind in product(range(P), "FB"):
-        sources = [source(a, stages) for a in schedules[rank] if a.kind == kind]
-        sender = (rank - 1) % P if kind == "F" else (rank + 1) % P
-        sent_at = [schedules[sender].index(sent) for sent in sources if sent is not None]
-        if sent_at != sorted(sent_at):
-            return [f"rank {rank} takes {kind} in another order than rank {sender} sends it"]
-    return []
+        received = [producer(a, P * V) for a in schedules[rank] if a.kind == kind]
+        sender = rank_of(rank - 1 if kind == "F" else rank + 1, P)
+        places = [schedules[sender].index(action) for action in received if action is not None]
+        if places != sorted(places):
+            return f"rank {rank} takes {kind} in another order than rank {sender} sends it"
+    return ""
 
 
 def all_schedules(args, P):
     """Every rank's list of actions, in the order in which it runs them. Raises UsageError."""
     schedule, M, V = SCHEDULES[args.schedule], args.microbatches, args.virtual_stages
     schedules = [list(schedule(rank, P, M, V)) for rank in range(P)]
-    for fault in faults(schedules, P * V, M):  # at most one; better said now than met as a hang
-        raise UsageError(f"--schedule {args.schedule}: {fault}")
+    if problem := fault(schedules, V, M):  # fail now rather than hang
+        raise UsageError(f"--schedule {args.schedule}: {problem}")
     return schedules
 
 
-def bubble(rows, ranks):
-    """The part of the time, from the first begin to the last end, that a rank waits on average."""
-    _, _, begins, ends = zip(*rows)
-    return 1 - (sum(ends) - sum(begins)) / (ranks * (max(ends) - min(begins)))
-
-
-def bubble_formula(P, M, V, forward, backward, weights=0.0):
-    """bubble() in closed form, from the times of a stage's F, B, W. The last rank waits for P - 1 F
-    before its first F and for P - 1 B after its last B; each other rank waits as long. None where
-    that need not hold: too few microbatches, or a W that is too long for the gaps."""
-    if M < P or weights > min(forward, backward):
-        return None
-    busy = V * M * (forward + backward + weights)
-    waiting = (P - 1) * (forward + backward - weights)  # last rank: P - 1 W while it waits for B
-    return waiting / (busy + waiting)
-
-
-def most_in_flight(actions):
-    """Most (stage, microbatch) pairs whose activations a rank keeps at once: from F to B, or W."""
-    last = "W" if any(action.kind == "W" for action in actions) else "B"
-    change = {"F": 1, last: -1}
-    return max(accumulate(change.get(action.kind, 0) for action in actions))
-
-
-def open_channels(group, stages, args):
+def open_channels(group, stage_count, args):
     """Two dicts {kind: (peer, process group)}: where an action of a kind receives from, and where
     it sends to. F sends to the next rank (the last to the first), B to the one before. A group for
     each kind and pair: no message waits behind one of the other kind. NCCL connects two ranks at
@@ -293,8 +295,8 @@ def open_channels(group, stages, args):
     ranks, P = dist.get_process_group_ranks(group), group.size()
     receive_channels, send_channels = {}, {}
     timeout = datetime.timedelta(seconds=args.timeout)
-    for stage in range(min(stages - 1, P)):  # boundary to stage + 1; from P on pairs repeat
-        before, after = ranks[stage % P], ranks[(stage + 1) % P]
+    for stage in range(min(stage_count - 1, P)):  # to stage + 1; later ones join the same ranks
+        before, after = ranks[rank_of(stage, P)], ranks[rank_of(stage + 1, P)]
         for kind, sender, receiver in ("F", before, after), ("B", after, before):
             channel = dist.new_group([sender, receiver], timeout)  # all ranks have to call it
             if ranks[group.rank()] == sender:
@@ -309,53 +311,35 @@ def open_channels(group, stages, args):
 # ---- 3. Sharding LLaMA: the stages, and the engine that runs them --------------------------------
 
 
-# Copied from tp.py
-def mark(tensor, shard=None, replicas=1, sum_over=None):
-    """Attach to a tensor what later code reads. Training reads sum_over, the group over which its
-    gradient is summed (None: no sum). The proof reads shard, which (dim, start, end) of the full
-    tensor it is (None: all of it), and replicas, how many ranks hold the same."""
-    tensor.shard, tensor.replicas, tensor.sum_over = shard, replicas, sum_over
-    return tensor
-
-
-# Copied from tp.py
-def recompute_layers(model):
-    """Keep each layer's input only. The layer's backward first runs its forward again, hooks and
-    collectives included, up to the last tensor that it needs (arXiv 1604.06174)."""
-    enable = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.23
-    enable = enable or model.gradient_checkpointing_enable  # its name before
-    enable({"use_reentrant": False})
-
-
 class LinearWithDeferredWeightGrad(torch.autograd.Function):
     """F.linear, whose backward computes dx alone and leaves x and dy to W (arXiv 2401.10241)."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, linear):
+    def forward(ctx, x, weight, bias, pending):
         ctx.save_for_backward(x, weight)
-        ctx.linear = linear
+        ctx.pending = pending
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        ctx.linear.left_to_w.append((ctx.linear, x.detach(), dy))  # without the graph behind x
+        ctx.pending.append((x.detach(), dy))  # without the graph behind x
         return dy @ weight, None, None, None
 
 
 class DeferredLinear(nn.Module):
-    """Takes an nn.Linear's place, with zb. left_to_w: a list, shared by all of them, of what one B
-    leaves to its W: tuples (linear, x, dy)."""
+    """Takes an nn.Linear's place, with zb. pending: x and dy of each microbatch that waits for W,
+    the oldest first."""
 
-    def __init__(self, linear, left_to_w):
+    def __init__(self, linear):
         super().__init__()
-        self.weight, self.bias, self.left_to_w = linear.weight, linear.bias, left_to_w
+        self.weight, self.bias, self.pending = linear.weight, linear.bias, deque()
 
     def forward(self, x):  # (b/M, s, in) -> (b/M, s, out)
-        return LinearWithDeferredWeightGrad.apply(x, self.weight, self.bias, self)
+        return LinearWithDeferredWeightGrad.apply(x, self.weight, self.bias, self.pending)
 
-    def add_weight_gradient(self, x, dy):
-        x, dy = x.flatten(0, -2), dy.flatten(0, -2)  # (tokens, in), (tokens, out)
+    def add_weight_gradient(self):
+        x, dy = (tensor.flatten(0, -2) for tensor in self.pending.popleft())  # (tokens, in or out)
         self.weight.backward(dy.T @ x)  # backward() of a leaf adds to its .grad
         if self.bias is not None:
             self.bias.backward(dy.sum(0))
@@ -365,14 +349,15 @@ class Stage(nn.Module):
     """A stage of HF's LlamaModel: hidden states (b/M, s, h) -> (b/M, s, h); the first takes ids.
     HF's own forward runs the layers, and makes positions, mask and rotary tables for them."""
 
-    def __init__(self, model, stage, stages):
+    def __init__(self, model, stage, stage_count):
         super().__init__()
         self.input_name = "input_ids" if stage == 0 else "inputs_embeds"
-        start, end = split(len(model.model.layers), stage, stages)
-        self.decoder = copy.copy(model.model)  # another LlamaModel, which shares the modules
-        self.decoder._modules = model.model._modules.copy()  # but can put others in their place
+        start, end = split(len(model.model.layers), stage, stage_count)
+        # A second LlamaModel that shares the modules; with its own _modules it can replace some
+        self.decoder = copy.copy(model.model)
+        self.decoder._modules = model.model._modules.copy()
         self.decoder.layers = model.model.layers[start:end]
-        if stage < stages - 1:
+        if stage < stage_count - 1:
             self.decoder.norm = nn.Identity()
         if getattr(model.config, "layer_types", None):  # HF looks up a layer's type by its index
             self.decoder.config = copy.copy(model.config)
@@ -386,127 +371,156 @@ class Pipeline:
     """The engine: runs this rank's actions in the schedule's order: receive, compute, send.
     After a run: timeline, rows like simulate()'s, and peak, what most_in_flight() predicts."""
 
-    def __init__(self, model, group, args, left_to_w):
+    def __init__(self, model, group, args):
         self.rank, self.P, self.M = group.rank(), group.size(), args.microbatches
         self.dtype, self.hidden_size = model.dtype, model.config.hidden_size
         self.stage_count = self.P * args.virtual_stages
-        stages = range(self.rank, self.stage_count, self.P)
-        self.stages = {stage: Stage(model, stage, self.stage_count) for stage in stages}
+        own = stages_of(self.rank, self.P, args.virtual_stages)
+        self.stages = {stage: Stage(model, stage, self.stage_count) for stage in own}
+        self.deferred = [m for m in model.modules() if isinstance(m, DeferredLinear)]  # zb
         self.actions = all_schedules(args, self.P)[self.rank]
         self.receive_channels, self.send_channels = open_channels(group, self.stage_count, args)
-        self.held = {}  # from F to B: {(stage, microbatch): (input, output)}
-        self.left_to_w = left_to_w  # what the running B has left so far
-        self.waiting_for_w = {}  # from B to W: {(stage, microbatch): what it left}
+        self.saved = {}  # from F to B: {(stage, microbatch): (input, output)}
         self.synchronize = False  # whether now() waits for the GPU
+        self.after_action = lambda: None  # --mode bubble looks at the memory
 
     def run(self, ids, targets, loss_fn, backward=True):
         """Run all actions, or only the forwards, on ids and targets (b, s). Returns loss_fn(hidden
         (b/M, s, h), targets (b/M, s)) of each microbatch on the last stage's rank, [] on others."""
         ids, targets = ids.tensor_split(self.M), targets.tensor_split(self.M)  # sizes may differ
+        self.batch = SimpleNamespace(ids=ids, targets=targets, loss_fn=loss_fn, losses=[])
+        self.timeline, self.peak = [], 0
+        compute = {"F": self.forward, "B": self.backward, "W": self.add_weight_gradients}
         actions = [action for action in self.actions if backward or action.kind == "F"]
-        losses, self.timeline, self.peak = [], [], 0
         start = self.now()
         sending = {"F": deque(), "B": deque()}  # (work, tensor), the oldest first
-        coming = self.start_receiving(actions[0], ids)
+        incoming = self.start_receiving(actions[0])
         for action, next_action in zip(actions, [*actions[1:], None]):
             received = None
-            if coming is not None:
-                work, received = coming
+            if incoming is not None:
+                work, received = incoming
                 work.wait()
-            coming = self.start_receiving(next_action, ids)  # it can arrive during this action
+            incoming = self.start_receiving(next_action)  # it can arrive during this action
 
             begin = self.now() - start
-            if action.kind == "F":
-                x = ids[action.microbatch] if action.stage == 0 else received.requires_grad_()
-                result = self.forward(action, x, targets[action.microbatch], loss_fn, losses)
-            elif action.kind == "B":
-                result = self.backward(action, received)
-            else:
-                result = None
-                for linear, x, dy in self.waiting_for_w.pop((action.stage, action.microbatch)):
-                    linear.add_weight_gradient(x, dy)
+            result = compute[action.kind](action, received)
             self.timeline.append((self.rank, action, begin, self.now() - start))
 
             if result is not None:
-                self.send(action.kind, result, sending[action.kind])
-            self.peak = max(self.peak, len(self.held) + len(self.waiting_for_w))
+                self.send(result, sending[action.kind], *self.send_channels[action.kind])
+            # In each DeferredLinear the same microbatches wait for W: look at the first
+            waiting_for_w = len(self.deferred[0].pending) if self.deferred else 0
+            self.peak = max(self.peak, len(self.saved) + waiting_for_w)
+            self.after_action()
             if not backward:
-                self.held.clear()  # no B takes it out
+                self.saved.clear()  # no B takes it out
         for work, _ in [*sending["F"], *sending["B"]]:
             work.wait()
+        losses, self.batch = self.batch.losses, None  # its loss_fn keeps the model alive
         return losses
 
-    def forward(self, action, x, targets, loss_fn, losses):
-        """F: from ids or hidden states x to hidden states (b/M, s, h); the last stage adds to
-        losses instead, and returns None."""
+    def forward(self, action, received):
+        """F: from ids, or hidden states received, to hidden states (b/M, s, h). The last stage
+        adds to losses instead, and returns None."""
+        batch = self.batch
+        x = batch.ids[action.microbatch] if action.stage == 0 else received.requires_grad_()
         out = self.stages[action.stage](x)
         is_last = action.stage == self.stage_count - 1
         if is_last:
-            out = loss_fn(out, targets)
-            losses.append(out.detach())
-        self.held[action.stage, action.microbatch] = x, out
+            out = batch.loss_fn(out, batch.targets[action.microbatch])
+            batch.losses.append(out.detach())
+        self.saved[action.stage, action.microbatch] = x, out
         return None if is_last else out.detach()
 
-    def backward(self, action, grad):
+    def backward(self, action, received):
         """B: from the output's gradient (None for a loss) to the input's (None for ids)."""
-        x, out = self.held.pop((action.stage, action.microbatch))
-        torch.autograd.backward(out, grad)
-        if self.left_to_w:
-            self.waiting_for_w[action.stage, action.microbatch] = self.left_to_w.copy()
-            self.left_to_w.clear()  # not a new list: the linears add to this one
+        x, out = self.saved.pop((action.stage, action.microbatch))
+        torch.autograd.backward(out, received)
         return x.grad
 
-    def start_receiving(self, action, ids):
+    def add_weight_gradients(self, action, received):
+        """W: of the oldest microbatch that waits for it."""
+        for linear in self.deferred:
+            linear.add_weight_gradient()
+
+    def start_receiving(self, action):
         """Start to receive what an action needs: (work, tensor). None: it needs no message."""
-        if action is None or source(action, self.stage_count) is None:
+        if action is None or producer(action, self.stage_count) is None:
             return None
-        shape = *ids[action.microbatch].shape, self.hidden_size
-        tensor = torch.empty(shape, dtype=self.dtype, device=ids[0].device)
+        ids = self.batch.ids[action.microbatch]
+        tensor = torch.empty(*ids.shape, self.hidden_size, dtype=self.dtype, device=ids.device)
         return dist.irecv(tensor, *self.receive_channels[action.kind]), tensor
 
-    def send(self, kind, tensor, sending):
+    def send(self, tensor, sending, peer, channel):
         """Start to send a result. `sending` keeps it until it is sent: at most P of a kind, for the
-        memory. The next one first waits for the oldest (tried: no schedule here deadlocks so)."""
+        memory. The next one first waits for the oldest. Where a message leaves only when it is
+        received (NCCL's large ones), this could deadlock; the tests simulate that: no schedule here
+        does."""
         if len(sending) == self.P:
             work, _ = sending.popleft()
             work.wait()
         tensor = tensor.contiguous()
-        sending.append((dist.isend(tensor, *self.send_channels[kind]), tensor))
+        sending.append((dist.isend(tensor, peer, channel), tensor))
 
     def now(self):
-        if self.synchronize:  # this stream alone: others wait for messages not yet sent
+        if self.synchronize:  # this stream alone: on others the next message may still be awaited
             torch.cuda.current_stream().synchronize()
         return time.perf_counter()
 
 
-def parallelize(model, group, args):
-    """Keep this rank's stages of HF's LlamaForCausalLM, in place; nn.Identity() for the others."""
-    if args.recompute == "full":
-        recompute_layers(model)
-    rank, P, layers = group.rank(), group.size(), model.model.layers
-    stages = P * args.virtual_stages
-    left_to_w = []
-    own = [i for stage in range(rank, stages, P) for i in range(*split(len(layers), stage, stages))]
-    for i, layer in enumerate(layers):
-        if i not in own:
+def shard_model(model, group, args):
+    """Keep this rank's stages of HF's model, in place, and nn.Identity() in the others' places."""
+    rank, P, V, layers = group.rank(), group.size(), args.virtual_stages, model.model.layers
+    ranges = [split(len(layers), stage, P * V) for stage in stages_of(rank, P, V)]
+    for i in range(len(layers)):
+        if not any(start <= i < end for start, end in ranges):
             layers[i] = nn.Identity()
-        elif args.schedule == "zb":
-            for name, module in list(layer.named_modules()):
-                if isinstance(module, nn.Linear):
-                    layer.set_submodule(name, DeferredLinear(module, left_to_w))
-    is_tied = model.lm_head.weight is model.model.embed_tokens.weight
-    if rank > 0 and not (is_tied and rank == P - 1):  # whose lm_head uses it
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    if rank > 0 and not (tied and rank == P - 1):  # there it is lm_head's weight, under HF's name
         model.model.embed_tokens = nn.Identity()
     if rank < P - 1:
         model.model.norm, model.lm_head = nn.Identity(), nn.Identity()
+    note_gradients(model, group, args, tied and P > 1)
+
+
+def note_gradients(model, group, args, tied):
+    """Note on each parameter how many ranks hold it (replicas) and, where each of them computes
+    only a part of its gradient, the group that has to add the parts up (sum_over)."""
     for parameter in model.parameters():
-        mark(parameter)
-    if is_tied and P > 1:
+        parameter.replicas, parameter.sum_over = 1, None
+    if tied:  # the first rank has its gradient as embedding, the last as lm_head
         ranks = dist.get_process_group_ranks(group)
         ends = dist.new_group([ranks[0], ranks[-1]], datetime.timedelta(seconds=args.timeout))
-        if rank in (0, P - 1):  # one has its gradient as embedding, the other as lm_head
-            mark(model.model.embed_tokens.weight, replicas=2, sum_over=ends)
-    model.pipeline = Pipeline(model, group, args, left_to_w)
+        if group.rank() in (0, group.size() - 1):
+            weight = model.model.embed_tokens.weight
+            weight.replicas, weight.sum_over = 2, ends
+
+
+def defer_weight_gradients(model):
+    """zb: put a DeferredLinear in the place of each nn.Linear of the layers."""
+    for layer in model.model.layers:
+        for name, module in list(layer.named_modules()):
+            if isinstance(module, nn.Linear):
+                layer.set_submodule(name, DeferredLinear(module))
+
+
+# Copied from tp.py
+def recompute_layers(model):
+    """Keep each layer's input only. The layer's backward first runs its forward again, collectives
+    included, up to the last tensor that the backward needs (arXiv 1604.06174)."""
+    for layer in model.model.layers:  # two attributes of HF's layers
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+
+
+def parallelize(model, group, args):
+    """HF's model, in place, as this rank runs it."""
+    shard_model(model, group, args)
+    if args.schedule == "zb":
+        defer_weight_gradients(model)
+    if args.recompute == "full":
+        recompute_layers(model)
+    model.pipeline = Pipeline(model, group, args)
     return model
 
 
@@ -516,8 +530,8 @@ def parallelize(model, group, args):
 # Copied from sp_ulysses.py
 def sum_of_losses(model, hidden, targets):
     """Sum of -log softmax(logits)[target] of hidden (b, c, h), c tokens of each sequence. A token
-    whose target is IGNORE adds none. By hand: in float32 F.cross_entropy sums a large vocabulary
-    too coarsely on a CPU."""
+    whose target is IGNORE adds none. By hand, since on a CPU the gradient of F.cross_entropy in
+    float32 is off by up to 3e-6, with 128,256 words; this one by 3e-8."""
     logits = model.lm_head(hidden)  # (b, c, v)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits = logits - logits.detach().max(-1, keepdim=True).values  # at most 0: exp stays finite
@@ -528,8 +542,8 @@ def sum_of_losses(model, hidden, targets):
 
 def microbatch_loss(model, hidden, targets, count, args):
     """A microbatch's share of the mean loss over the batch's `count` targets, from its hidden
-    (b/M, s, h). A mean of the microbatches' means would be another number: it would weight a target
-    by how few others its microbatch has."""
+    (b/M, s, h). A mean of the microbatches' means would be another number: a target in a microbatch
+    of few targets would weigh more."""
     size = hidden.shape[1]
     chunk_loss = sum_of_losses
     if args.loss == "chunked":  # logits of one chunk at a time, recomputed in the backward
@@ -539,78 +553,202 @@ def microbatch_loss(model, hidden, targets, count, args):
     return sum(chunk_loss(model, h, t) for h, t in chunks) / count
 
 
-def train_step(model, ids, labels, group, args, backward=True):
-    """Loss of ids (b, s), the same on every rank. .grad is None before, and complete after."""
-    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)  # the target of a token is the next one
+def forward_backward(model, ids, labels, group, args, backward=True):
+    """Mean loss of ids (b, s) and labels (b, s), not shifted; the same on every rank. Before, each
+    .grad has to be None, since sum_gradients() would sum an older one again; after, it is complete.
+    """
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)  # a token's target is the next token
     count = (targets != IGNORE).sum()
     loss_fn = partial(microbatch_loss, model, count=count, args=args)
     losses = model.pipeline.run(ids, targets, loss_fn, backward)
     if backward:
         sum_gradients(model)
     dtype = torch.promote_types(model.dtype, torch.float32)
-    loss = sum(losses, torch.zeros((), dtype=dtype, device=ids.device))  # 0 but on the last rank
+    loss = sum(
+        losses, torch.zeros((), dtype=dtype, device=ids.device)
+    )  # 0 on ranks before the last
     dist.all_reduce(loss, group=group)
     return loss
 
 
 # Copied from tp.py
 def sum_gradients(model):
-    """Sum each gradient of which a rank has only a part, over the group that mark() noted."""
+    """Sum each gradient of which a rank has only a part, over the group that was noted for it."""
     for parameter in model.parameters():
-        if parameter.sum_over is not None:  # every parameter is marked
+        if parameter.sum_over is not None:
             dist.all_reduce(parameter.grad, group=parameter.sum_over)
 
 
-# The lesson ends here. The rest proves and measures it; from section 5 on all scripts are alike.
-
-
 # Copied from tp.py
-def full_tensor(tensor):
-    """A DTensor (tp.py --dtensor, sp_ulysses.py --shard-weights) gathered; any other as it is."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+def local_tensor(tensor, parameter):
+    """This rank's shard of a parameter or of its gradient, which a DTensor (tp.py --dtensor or
+    sp_ulysses.py --shard-weights) may have placed otherwise. Any other tensor is returned as it is.
+    """
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.redistribute(placements=parameter.placements).to_local()
+    return tensor
 
 
 # Copied from tp.py
 def grad_norm(model, group):
-    """Norm of the gradient of the whole model: what several ranks hold (replicas) counts once."""
-    total = torch.zeros((), dtype=torch.float64)
+    """Norm of the whole model's gradient. What several ranks hold counts once, not once a rank."""
+    squares = []
     for p in model.parameters():
-        total += full_tensor(p.grad).double().square().sum().cpu() / p.replicas
-    dist.all_reduce(total, group=group)  # on the CPU: by gloo, which start() puts beside NCCL
+        squares.append(local_tensor(p.grad, p).double().square().sum() / p.replicas)
+    total = torch.stack(squares).sum()
+    dist.all_reduce(total, group=group)
     return total.sqrt()
 
 
+# Copied from tp.py
+def train_step(model, optimizer, ids, labels, group, args, max_norm=1.0):
+    """A step of training; returns the loss. If the gradient's norm is larger than max_norm, the
+    gradient is scaled down to that, as by PyTorch's clip_grad_norm_, but by the norm over all
+    ranks: the same on each of them, so that replicas stay equal."""
+    loss = forward_backward(model, ids, labels, group, args)
+    scale = (max_norm / (grad_norm(model, group) + 1e-6)).clamp(max=1.0).item()
+    for parameter in model.parameters():
+        parameter.grad.mul_(scale)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+# The lesson ends here.
+
+
+# ---- What sections 5 and 6 need from this script: logits, messages, --mode schedule, --mode bubble
+
+
 def local_logits(model, ids, group, args):
-    """The logits (b, s, v), on the last stage's rank; None on the others."""
+    """The logits (b, s, v), on the last stage's rank alone; None on the others."""
     logits = model.pipeline.run(ids, ids, lambda hidden, _: model.lm_head(hidden), backward=False)
-    return mark(torch.cat(logits)) if logits else None
+    if not logits:
+        return None
+    logits = torch.cat(logits)
+    logits.replicas = 1
+    return logits
 
 
 def expected_traffic(model, group, args):
     """What one step must send: rows (phase, op, calls, message bytes), as Meter counts them."""
     P, M, element = group.size(), args.microbatches, model.dtype.itemsize
     stage_count = P * args.virtual_stages
-    hidden = args.batch * args.length * model.config.hidden_size * element  # (b, s, h)
+    hidden_bytes = args.batch * args.length * model.config.hidden_size * element  # of (b, s, h)
     rows = [("forward", "all_reduce", 1, max(4, element))]  # the loss
     for phase, end in ("forward", stage_count - 1), ("backward", 0):  # stage `end` sends none
-        senders = sum(stage != end for stage in range(group.rank(), stage_count, P))
-        rows.append((phase, "send", senders * M, senders * hidden))
+        own = stages_of(group.rank(), P, args.virtual_stages)
+        senders = sum(stage != end for stage in own)
+        rows.append((phase, "send", senders * M, senders * hidden_bytes))
     summed = [p for p in model.parameters() if p.sum_over is not None]  # the tied embedding
     return rows + [("backward", "all_reduce", 1, p.nbytes) for p in summed]
 
 
-def report(rows, in_flight, bubbles):
-    """Print each rank's times and most microbatches in flight, and bubbles; returns all of it."""
+def bubble(rows, ranks):
+    """The part of the time, from the first begin to the last end, that ranks are idle (a mean)."""
+    _, _, begins, ends = zip(*rows)
+    return 1 - (sum(ends) - sum(begins)) / (ranks * (max(ends) - min(begins)))
+
+
+def bubble_formula(P, M, V, forward, backward, weights=0.0):
+    """bubble() in closed form, from the times of a stage's F, B, W; None where no_formula() says
+    why. The last rank is idle for P - 1 F before its first F, and for P - 1 B after its last B,
+    until the first rank's last B. But with zb it has P W to run then, and the first rank one: so it
+    is idle for P - 1 W less. Every rank is idle as long in all."""
+    if no_formula(P, M, forward, backward, weights):
+        return None
+    busy = V * M * (forward + backward + weights)
+    idle = (P - 1) * (forward + backward - weights)
+    return idle / (busy + idle)
+
+
+def no_formula(P, M, forward, backward, weights):
+    """Why bubble_formula() does not hold, or "": zb's W have to fit between F and B."""
+    if weights and M < P:
+        return "zb has too few microbatches"
+    return "a W is longer than an F or a B" if weights > min(forward, backward) else ""
+
+
+def peak_kept(actions, kept):
+    """The most that a rank keeps at once while it runs its actions. kept["F", stage]: what a
+    microbatch keeps there from its F to its B; kept["B", stage]: from its B to its W."""
+    now, most = 0, 0
+    for action in actions:
+        if action.kind == "F":
+            now += kept["F", action.stage]
+        elif action.kind == "B":
+            now += kept["B", action.stage] - kept["F", action.stage]
+        else:
+            now -= kept["B", action.stage]
+        most = max(most, now)
+    return most
+
+
+def most_in_flight(actions):
+    """Most (stage, microbatch) pairs that a rank keeps at once: from F to B, and with zb to W."""
+    has_w = any(action.kind == "W" for action in actions)
+    kept = {("F", action.stage): 1 for action in actions}
+    return peak_kept(actions, kept | {("B", action.stage): int(has_w) for action in actions})
+
+
+def kept_bytes(args, stage_count):
+    """{(kind, stage): bytes}: what the largest microbatch keeps in a stage, for peak_kept(). The
+    stages run on the device "meta", whose tensors have shapes and no data."""
+    kept = {}
+    shape = math.ceil(args.batch / args.microbatches), args.length
+    transformers.AttentionInterface.register("on_meta", attention_on_meta)
+    how = {"dtype": getattr(torch, args.dtype), "attn_implementation": "on_meta"}
+    if args.attn == "eager":
+        how["attn_implementation"] = "eager"
+    # HF would look at the positions' values: are several documents packed into a sequence?
+    packed = mock.patch.object(
+        transformers.masking_utils, "find_packed_sequence_indices", lambda positions: None
+    )
+    with torch.device("meta"), packed:
+        model = transformers.AutoModelForCausalLM.from_config(args.config, **how).train()
+        if args.schedule == "zb":
+            defer_weight_gradients(model)
+        if args.recompute == "full":
+            recompute_layers(model)
+        for stage in range(stage_count):
+            run = Stage(model, stage, stage_count)
+            with Meter() as meter:
+                before = meter.now()
+                x = torch.zeros(shape, dtype=torch.int64)
+                if stage > 0:
+                    x = torch.zeros(*shape, args.config.hidden_size, dtype=model.dtype)
+                    x.requires_grad_()
+                out = run(x)
+                if stage == stage_count - 1:
+                    targets = torch.zeros(shape, dtype=torch.int64)
+                    out = microbatch_loss(model, out, targets, 1, args)
+                kept["F", stage] = meter.now() - before
+                torch.autograd.backward(out, torch.zeros_like(out))
+                x = out = targets = None
+                model.zero_grad()
+                kept["B", stage] = meter.now() - before  # in DeferredLinears, for W; else nothing
+            for module in run.modules():
+                if isinstance(module, DeferredLinear):
+                    module.pending.clear()
+    return kept
+
+
+def attention_on_meta(module, query, key, value, mask, **others):
+    """The kernel that a CPU takes. On meta PyTorch would choose one that keeps all scores."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return flash(query, key, value, 0.0, True)[0].transpose(1, 2), None
+
+
+def report(rows, bubbles, columns):
+    """Print each rank's times and columns {title: a value for each rank}; and the bubbles."""
     _, _, begins, ends = zip(*rows)
     span = max(ends) - min(begins)
     table = []
-    for rank, most in enumerate(in_flight):
+    for rank, values in enumerate(zip(*columns.values())):
         busy = sum(end - begin for r, _, begin, end in rows if r == rank)
-        table.append({"rank": rank, "busy": busy, "waiting": span - busy, "most in flight": most})
+        table.append({"rank": rank, "busy": busy, "idle": span - busy} | dict(zip(columns, values)))
     print_table(table)
     print_table([{"part of the time": how, "": part} for how, part in bubbles.items()])
-    timeline = [[rank, *action, begin, end] for rank, action, begin, end in rows]
-    return bubbles | {"in_flight": in_flight, "timeline": timeline}
 
 
 def draw(rows, P, unit, width=88):
@@ -618,7 +756,7 @@ def draw(rows, P, unit, width=88):
     grid = [["."] * round(max(end for *_, end in rows) / unit) for _ in range(P)]
     for rank, action, begin, end in rows:
         first, last = round(begin / unit), round(end / unit)
-        name = str(action) if action.stage < P else str(action).lower()  # not the rank's first
+        name = str(action) if action.stage == rank else str(action).lower()  # a later stage
         grid[rank][first:last] = [name] + ["--"] * (last - first - 1)
     cell = 1 + max(len(name) for names in grid for name in names)
     end = " ..." if len(grid[0]) > width // cell else ""
@@ -629,24 +767,39 @@ def draw(rows, P, unit, width=88):
 def show_schedule(args, group):
     """--mode schedule: draw and time the schedule of args.ranks ranks, simulated on one."""
     P, M, V = args.ranks, args.microbatches, args.virtual_stages
-    times = {"F": 1 / V, "B": 2 / V, "W": 0.0}  # unit: a rank's forward; nothing recomputed
+    again = args.recompute == "full"  # the backward begins with another forward
+    times = {"F": 1 / V, "B": (2 + again) / V, "W": 0.0}  # unit: the forward of all a rank's stages
     if args.schedule == "zb":
-        times = {"F": 1.0, "B": 1.0, "W": 1.0}
+        times = {"F": 1.0, "B": 1.0 + again, "W": 1.0}
+    print(
+        f"  --recompute {args.recompute}, times:", *(f"{k} {n:.3g}" for k, n in times.items() if n)
+    )
     schedules = all_schedules(args, P)
     rows = simulate(schedules, P * V, lambda action: times[action.kind])
     print(*draw(rows, P, 1 / V), sep="\n")
-    formula = bubble_formula(P, M, V, times["F"], times["B"], times["W"])
+    formula = bubble_formula(P, M, V, *times.values())
     bubbles = {"bubble": bubble(rows, P), "bubble_formula": formula}
-    result = report(rows, [most_in_flight(actions) for actions in schedules], bubbles)
-    result |= {"schedule": args.schedule, "ranks": P, "virtual_stages": V}
+    in_flight = [most_in_flight(actions) for actions in schedules]
+    kept = kept_bytes(args, P * V)
+    peaks = [peak_kept(actions, kept) for actions in schedules]
+    columns = {"most kept: microbatches": [n / V for n in in_flight]}
+    report(rows, bubbles, columns | {"MiB": [n / 2**20 for n in peaks]})
+    result = bubbles | {"in_flight": in_flight, "kept_bytes": peaks, "schedule": args.schedule}
+    result |= {"timeline": [[rank, *action, begin, end] for rank, action, begin, end in rows]}
+    result |= {"ranks": P, "virtual_stages": V}
     result["passed"] = formula is None or abs(result["bubble"] - formula) < 1e-9
-    by_formula = "no formula for it" if formula is None else f"by the formula {formula:.4f}"
+    by_formula = f"no formula: {no_formula(P, M, *times.values())}"
+    if formula is not None:
+        by_formula = f"by the formula {formula:.4f}"
     return f"no deadlock; the bubble is {result['bubble']:.4f}, {by_formula}", result
 
 
 def measure_bubble(args, group):
-    """--mode bubble: the part of a step that ranks wait: measured (messages take time, stages
-    differ), simulated with the measured times (stages differ), and by the formula."""
+    """--mode bubble: the part of a step that ranks are idle. Measured, it includes the messages'
+    time and that of unequal stages (each rank's clock begins with its step); simulated with the
+    measured times, that of unequal stages; by the formula, neither. And what each rank keeps at its
+    peak: measured, with messages that come and go, and as the schedule says. The verdict is about
+    the number of microbatches."""
     P, V = group.size(), args.virtual_stages
     model = parallelize(load_model(args), group, args)
     model.pipeline.synchronize = args.device.type == "cuda"
@@ -654,7 +807,7 @@ def measure_bubble(args, group):
     runs = []
     for _ in range(1 + args.bench_iters):  # the first warms up
         gather_objects(None, group)  # the ranks begin together
-        train_step(model, ids, labels, group, args)
+        forward_backward(model, ids, labels, group, args)
         model.zero_grad()
         runs.append(sum(gather_objects(model.pipeline.timeline, group), []))
     rows = sorted(runs[1:], key=lambda rows: bubble(rows, P))[args.bench_iters // 2]  # the median
@@ -665,17 +818,35 @@ def measure_bubble(args, group):
     bubbles = {"bubble": bubble(rows, P)}
     bubbles["bubble_simulated"] = bubble(simulate(schedules, P * V, seconds.get), P)
     bubbles["bubble_formula"] = bubble_formula(P, args.microbatches, V, *means)
+
+    kept = []
+    with Meter() as meter:
+        before = meter.now()
+
+        def look():
+            grads = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+            kept.append(meter.now() - before - grads)
+
+        model.pipeline.after_action = look
+        forward_backward(model, ids, labels, group, args)
+    peaks = gather_objects(max(kept), group)
     in_flight = gather_objects(model.pipeline.peak, group)
+    by_schedule = kept_bytes(args, P * V)
     expected = [most_in_flight(actions) for actions in schedules]
-    result = report(rows, in_flight, bubbles)
-    result |= {"in_flight_expected": expected, "passed": in_flight == expected}
-    summary = f"ranks wait {bubbles['bubble']:.0%}; in flight {in_flight}, expected {expected}"
-    return summary, result
+    expected_bytes = [peak_kept(actions, by_schedule) for actions in schedules]
+    columns = {"most kept: microbatches": [n / V for n in in_flight]}
+    columns |= {"expected": [n / V for n in expected], "MiB": [n / 2**20 for n in peaks]}
+    report(rows, bubbles, columns | {"expected MiB": [n / 2**20 for n in expected_bytes]})
+    result = bubbles | {"in_flight": in_flight, "in_flight_expected": expected}
+    result |= {"kept_bytes": peaks, "kept_bytes_expected": expected_bytes}
+    result |= {"timeline": [[rank, *action, begin, end] for rank, action, begin, end in rows]}
+    summary = f"ranks are idle {bubbles['bubble']:.0%}; in flight {in_flight}, expected {expected}"
+    return summary, result | {"passed": in_flight == expected}
 
 
 OPTIONS = {
     "--schedule": {"choices": list(SCHEDULES), "default": "1f1b"},
-    "--microbatches": {"type": int, "help": "parts of the batch (as many as --batch, or 4)"},
+    "--microbatches": {"type": int, "help": "parts of the batch (as many as --batch; 4)"},
     "--virtual-stages": {"type": int, "help": "stages per rank, interleaved only (2)"},
     "--ranks": {"type": int, "default": 4, "help": "ranks that --mode schedule simulates (4)"},
 }
@@ -684,36 +855,43 @@ OWN_MODES = {"schedule": show_schedule, "bubble": measure_bubble}
 
 def finalize_args(args, world):
     """The script's own defaults; UsageError where model and options do not fit together."""
+    if args.mode == "schedule":  # of any number of ranks and layers
+        world = args.ranks
     args.virtual_stages = V = args.virtual_stages or (2 if args.schedule == "interleaved" else 1)
-    args.microbatches = M = args.microbatches or args.batch or 4
+    default = world * math.ceil(4 / world) if args.schedule == "interleaved" else 4
+    args.microbatches = M = args.microbatches or args.batch or default
     args.batch = args.batch or M
     if V > 1 and args.schedule != "interleaved":
         raise UsageError(f"--virtual-stages {V} needs --schedule interleaved")
+    if args.schedule == "interleaved" and M % world:
+        M, problem = world * math.ceil(M / world), f"cannot run {M} microbatches on {world} ranks"
+        instead = f"--microbatches {M} --batch {max(M, args.batch)}"
+        raise UsageError(f"--schedule interleaved {problem}; use {instead}")
     if args.batch < M:
         problem = f"--batch {args.batch} cannot be cut into {M} microbatches"
-        raise UsageError(f"{problem}; --microbatches {args.batch} or --batch {M} would do")
+        raise UsageError(f"{problem}; use --microbatches {args.batch} or --batch {M}")
     layers = args.config.num_hidden_layers
-    if args.mode == "schedule":  # of any number of ranks and layers
-        world = args.ranks
-    elif world == 1:  # no rank to take turns with: one stage
+    if world == 1:  # no rank to take turns with: one stage
         args.virtual_stages = 1
-    elif world * V > layers:
+    elif args.mode != "schedule" and world * V > layers:
         problem = f"{layers} layers cannot fill {world * V} stages, {V} a rank"
-        raise UsageError(f"{problem}; --nproc_per_node {max(1, layers // V)} or fewer would do")
+        raise UsageError(f"{problem}; use --nproc_per_node {max(1, layers // V)} or fewer")
     all_schedules(args, world)  # raises UsageError where they cannot run
 
 
 # Copied from tp.py
 # ---- 5. Proof: from here on the same in tp.py, sp_megatron.py, sp_ulysses.py and pp.py -----------
 
-# Allowed relative errors. float64 is the proof; the others' rounding hides small mistakes
+# Allowed relative errors. float64 is the proof. Elsewhere rounding hides small mistakes, and small
+# tensors can be wholly wrong and pass: their error is relative to all of their kind (see compare())
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bfloat16": 2e-1}
-IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ  # or it is alone
+# A process that torchrun did not start is the only one, and prints, too
+IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ
 
 
 def print_table(rows):
     """Print rows, dicts with the same keys, in columns."""
-    table = [list(rows[0])]
+    table = [list(row) for row in rows[:1]]
     for row in rows:
         table.append([f"{x:.3g}" if isinstance(x, float) else str(x) for x in row.values()])
     widths = [max(map(len, column)) for column in zip(*table)]
@@ -723,7 +901,7 @@ def print_table(rows):
 
 
 def gather_objects(value, group):
-    """Every rank's value, in a list; it is a barrier, too. With --backend fake only its own."""
+    """Every rank's value, in a list; it is a barrier, too. Of a fake group only its own."""
     if dist.get_backend(group) == "fake":
         return [value]
     values = [None] * group.size()
@@ -732,32 +910,41 @@ def gather_objects(value, group):
 
 
 def upcasts_in_float64(args):
-    """A context for --dtype float64. HF computes norms and softmax in torch.float32 whatever the
-    model's dtype; in the context its code finds float64 under that name."""
-    if args.dtype != "float64":
-        return contextlib.nullcontext()
+    """A context for the proof, in which HF's model is otherwise untouched. HF computes norms and
+    softmax in torch.float32; with --dtype float64 its code finds float64 under that name."""
     family = args.config.model_type
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    names = vars(torch) | {"float32": torch.float64}
-    return mock.patch.object(modeling, "torch", SimpleNamespace(**names))
+    wide = torch.promote_types(getattr(torch, args.dtype), torch.float32)
+    return mock.patch.object(modeling, "torch", SimpleNamespace(**vars(torch) | {"float32": wide}))
 
 
+@contextlib.contextmanager
+def as_usage_error(what):
+    """A context, or decorator, that turns any exception (of broken files) into a UsageError. To
+    Python's own messages, which say little (KeyError: 'factor'), it adds the line of code."""
+    try:
+        yield
+    except (UsageError, torch.OutOfMemoryError):  # oom_search.py looks for the latter
+        raise
+    except Exception as problem:
+        said = f"{what}: {type(problem).__name__}: {problem}"
+        if isinstance(problem, LookupError | TypeError | AttributeError | ArithmeticError):
+            said += f", in: {traceback.extract_tb(problem.__traceback__)[-1].line}"
+        raise UsageError(said) from None
+
+
+@as_usage_error("cannot load the model")
 def load_model(args):
     """HF's model for causal language modeling on this rank's device: the same at every call."""
     torch.manual_seed(args.seed)
     auto, config = transformers.AutoModelForCausalLM, copy.deepcopy(args.config)
     how = {"dtype": getattr(torch, args.dtype), "attn_implementation": args.attn_implementation}
-    try:
-        if args.source is None:
-            with args.device:
-                return auto.from_config(config, **how).train()
-        how |= {"use_safetensors": True, "ignore_mismatched_sizes": True}  # reported below
-        how |= {"output_loading_info": True, "trust_remote_code": False}
-        model, loading = auto.from_pretrained(config=config, **args.source, **how)
-    except torch.OutOfMemoryError:  # oom_search.py looks for it
-        raise
-    except Exception as problem:  # of many kinds
-        raise UsageError(f"cannot load {args.model}: {type(problem).__name__}: {problem}") from None
+    if args.source is None:
+        with args.device:
+            return auto.from_config(config, **how).train()
+    how |= {"use_safetensors": True, "ignore_mismatched_sizes": True}  # reported below
+    how |= {"output_loading_info": True, "trust_remote_code": False}
+    model, loading = auto.from_pretrained(config=config, **args.source, **how)
     for kind, names in loading.items():  # missing, unexpected or mismatched keys
         if names:
             first = f"{len(names)} {kind}, {min(map(str, names))}"
@@ -787,135 +974,140 @@ def proof_batch(args, group, step=1):
     return ids.to(args.device), labels.to(args.device)
 
 
-def reference_step(model, ids, labels, group, args):
-    """train_step() of HF's untouched model on one device, with PyTorch's own loss in float64."""
-    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].double()
-    loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE)
+def reference_step(model, ids, labels):
+    """Logits, loss and norm of the gradient, by HF's untouched model on one device, with PyTorch's
+    own loss in float64."""
+    logits = model(input_ids=ids, use_cache=False).logits
+    targets = labels[:, 1:].flatten()
+    loss = F.cross_entropy(logits[:, :-1].double().flatten(0, 1), targets, ignore_index=IGNORE)
     loss.backward()
-    return loss.detach()
+    # The norm of all tensors' norms, in float64
+    norm = nn.utils.get_total_norm(p.grad.double().norm() for p in model.parameters())
+    return logits.detach(), loss.detach(), norm
 
 
-def sgd(model, lr):
-    """Plain SGD: Adam would hide a gradient that is too large by a factor."""
-    torch.optim.SGD(model.parameters(), lr, foreach=False).step()
-    model.zero_grad()
+def own_part(noted, tensor, full, group):
+    """What compare() has to know of this rank's part of a tensor: where in the full tensor it lies,
+    how many ranks have the same part, and its squared error. A tensor without notes is whole, and
+    on every rank."""
+    dim, start, end = getattr(noted, "shard", (0, 0, len(full)))
+    replicas = getattr(noted, "replicas", group.size())
+    right = full.narrow(dim, start, end - start)
+    error = tensor - right if tensor.shape == right.shape else torch.tensor(math.inf)
+    error = error.double().square().sum().item()
+    return SimpleNamespace(dim=dim, start=start, end=end, replicas=replicas, error=error)
 
 
-def take_steps(model, args, group, parallel):
-    """{(step, kind, name): tensor} of three SGD steps, by this script (parallel) or HF's model.
+def compare(step, kind, found, expected, args, group):
+    """Rows of --json. found, expected: {name: tensor} of this rank, of one device; of kind grad
+    {name: parameter}, whose .grad are compared. A row has the tensor's error over all ranks, and
+    its coverage: how often an element exists over all ranks, replicas counted once. Given is the
+    coverage that is farthest from 1: below 1 an element is lost, above 1 shards overlap."""
 
-    Each has mark()'s notes: which part of the full tensor it is. Step 3 has logits of up to
-    thousands, whose exp() overflows; it is in float64 only, since elsewhere rounding decides.
-    """
-    found = {}
-    step_function = train_step if parallel else reference_step
+    def value(noted):
+        tensor = noted.grad if kind == "grad" else noted
+        return torch.atleast_1d(local_tensor(tensor.detach(), noted))
 
-    def keep(step, kind, name, tensor, marked):  # marked: p for p.grad, whose shard it is
-        shard = getattr(marked, "shard", None)
-        replicas = getattr(marked, "replicas", group.size())  # not marked: every rank has all of it
-        tensor = torch.atleast_1d(full_tensor(tensor.detach()).to("cpu", copy=True))
-        found[step, kind, name] = mark(tensor, shard, replicas)
-
-    for name, p in model.named_parameters():  # before any step
-        keep(1, "weight", name, p, p)
-    for step in (1, 2, 3) if args.dtype == "float64" else (1, 2):
-        if step == 3:
-            model.model.norm.register_forward_hook(lambda module, x, out: 512 * out)
-        ids, labels = proof_batch(args, group, step)
-        with torch.no_grad():
-            logits = local_logits(model, ids, group, args) if parallel else model(ids).logits
-        if logits is not None:  # in pp.py only the last stage has them
-            keep(step, "logits", "logits", logits, logits)
-        loss = step_function(model, ids, labels, group, args)
-        keep(step, "loss", "loss", loss, loss)
-        # In the backward's order: the first wrong gradient is the nearest to its cause
-        for name, p in reversed(list(model.named_parameters())):
-            keep(step, "grad", name, p.grad, p)
-        norms = (p.grad.double().norm() for p in model.parameters())
-        norm = grad_norm(model, group) if parallel else nn.utils.get_total_norm(norms)
-        keep(step, "grad_norm", "grad_norm", norm, norm)
-        sgd(model, 0.05 * loss.item() / (norm.item() ** 2 or 1.0))  # about 5% less loss
-    return found
-
-
-def compare(found, expected, args, group):
-    """Rows of --json: the error of each tensor over all ranks, and its coverage.
-
-    Coverage: how often a tensor exists, replicas counted once. Below 1 a part is lost; above 1
-    shards overlap, or a rank has more than is noted.
-    """
-    errors = torch.zeros(len(expected), dtype=torch.float64)  # squared, on this rank
-    coverage = torch.zeros(len(expected), dtype=torch.float64)
-    squares = [full.double().square().sum().item() for full in expected.values()]
-    of_kind = Counter()  # {(step, kind): sum of squares}
-    for i, ((step, kind, name), full) in enumerate(expected.items()):
-        of_kind[step, kind] += squares[i]
-        if (step, kind, name) in found:  # it may be another rank's alone: a layer, a bias
-            tensor = found[step, kind, name]
-            dim, start, end = tensor.shard or (0, 0, len(full))
-            part = full.narrow(dim, start, end - start)
-            error = tensor - part if tensor.shape == part.shape else torch.tensor(math.inf)
-            errors[i] = error.double().square().sum() / tensor.replicas
-            coverage[i] = part.numel() / full.numel() / tensor.replicas
-    by_rank = torch.stack(gather_objects(errors, group))  # (P, tensors)
-    coverage = sum(gather_objects(coverage, group))
+    expected = {name: value(tensor) for name, tensor in expected.items()}
+    own = {}  # without what only other ranks have: a layer, a bias, logits
+    for name, noted in found.items():
+        if noted is not None:
+            own[name] = own_part(noted, value(noted), expected[name], group)
+    of_ranks = gather_objects(own, group)
+    squares = {name: full.double().square().sum().item() for name, full in expected.items()}
+    # An error is divided by the larger of the tensor's norm and 1e-3 (float64) or 1 (else) times
+    # the norm of all of its kind, since some are zero but for rounding. All is squared here
+    least = sum(squares.values()) * (1e-6 if args.dtype == "float64" else 1)
     rows = []
-    for i, (step, kind, name) in enumerate(expected):
-        # Relative to the tensor's norm. Some gradients are zero but for rounding: so divide by at
-        # least 1e-3 (float64) or 1 (else) times the norm of all of its kind. Norms are squared here
-        least = of_kind[step, kind] * (1e-6 if args.dtype == "float64" else 1)
-        error = math.sqrt(by_rank[:, i].sum() / (max(squares[i], least) or 1.0))
-        row = {"name": name, "kind": kind, "step": step, "rank": by_rank[:, i].argmax().item()}
-        row |= {"coverage": coverage[i].item(), "relative_error": error, "limit": LIMIT[args.dtype]}
+    for name, full in expected.items():
+        errors = torch.zeros(len(of_ranks), dtype=torch.float64)
+        exists = torch.zeros(full.shape, dtype=torch.float64)
+        for rank, parts in enumerate(of_ranks):
+            if part := parts.get(name):
+                errors[rank] = part.error / part.replicas
+                exists.narrow(part.dim, part.start, part.end - part.start).add_(1 / part.replicas)
+        coverage = exists.flatten()[(exists - 1).abs().argmax()].item()
+        error = math.sqrt(errors.sum() / (max(squares[name], least) or 1.0))
+        row = {"name": name, "kind": kind, "step": step, "rank": errors.argmax().item()}
+        row |= {"coverage": coverage, "relative_error": error, "limit": LIMIT[args.dtype]}
         close = error <= row["limit"]  # False for NaN
-        rows.append(row | {"passed": close and abs(row["coverage"] - 1) < 1e-9})
+        rows.append(row | {"passed": close and abs(coverage - 1) < 1e-9})
     return rows
 
 
 def check_correctness(args, group):
-    """Compare tensors of all steps on P ranks with those of HF's untouched model on every rank."""
-    expected = take_steps(load_model(args), args, group, parallel=False)
-    model = parallelize(load_model(args), group, args)
-    found = take_steps(model, args, group, parallel=True)
-    rows = compare(found, expected, args, group)
+    """Compare all tensors of three steps on P ranks with those of HF's model on every rank.
+
+    Step 3 has logits of up to thousands, whose exp() overflows; only float64 has this step, since
+    elsewhere rounding decides.
+    """
+    reference, model = load_model(args), parallelize(load_model(args), group, args)
+    expected, found = (dict(m.named_parameters()) for m in (reference, model))
+    # In the backward's order: the first wrong gradient is the nearest to its cause
+    backward_order = dict(reversed(expected.items()))
+    rows = compare(1, "weight", found, expected, args, group)  # before any step
+    result = {"tolerance": LIMIT[args.dtype]}
+    for step in (1, 2, 3) if args.dtype == "float64" else (1, 2):
+        if step == 3:
+            for m in (reference, model):
+                m.model.norm.register_forward_hook(lambda norm, x, out: 512 * out)
+        ids, labels = proof_batch(args, group, step)
+        right_logits, right_loss, right_norm = reference_step(reference, ids, labels)
+        with torch.no_grad():
+            logits = local_logits(model, ids, group, args)
+        loss = forward_backward(model, ids, labels, group, args)
+        norm = grad_norm(model, group)
+        rows += compare(step, "logits", {"logits": logits}, {"logits": right_logits}, args, group)
+        rows += compare(step, "loss", {"loss": loss}, {"loss": right_loss}, args, group)
+        rows += compare(step, "grad", found, backward_order, args, group)
+        rows += compare(
+            step, "grad_norm", {"grad_norm": norm}, {"grad_norm": right_norm}, args, group
+        )
+        if step == 1:
+            print(f"  loss        one device {right_loss:.8g}, parallel {loss:.8g}")
+            print(f"  grad_norm   one device {right_norm:.8g}, parallel {norm:.8g}")
+            result |= {"loss_reference": right_loss.item(), "loss": loss.item()}
+            result |= {"grad_norm_reference": right_norm.item(), "grad_norm": norm.item()}
+        lr = 0.05 * right_loss.item() / (right_norm.item() ** 2 or 1.0)  # about 5% less loss
+        for m in (reference, model):  # SGD: Adam would hide a gradient too large by a factor
+            torch.optim.SGD(m.parameters(), lr, foreach=False).step()
+            m.zero_grad()
     wrong = [row for row in rows if not row["passed"]]
     by_error = sorted(rows, key=lambda row: (row["passed"], -row["relative_error"]))  # wrong first
-    result = {"tolerance": LIMIT[args.dtype], "passed": not wrong, "worst": by_error[0]}
-    for name in ("loss", "grad_norm"):
-        one_device, parallel = (x[1, name, name].item() for x in (expected, found))
-        result |= {f"{name}_reference": one_device, name: parallel}
-        print(f"  {name:10}  one device {one_device:.8g}, parallel {parallel:.8g}")
     print(f"\n  {'Wrong' if wrong else 'The largest errors'}, of {len(rows)} tensors in all steps")
-    print("  (coverage: how often a tensor exists over all ranks, replicas counted once):")
+    print("  (coverage: how often each element exists over all ranks, replicas counted once):")
     print_table((wrong or by_error)[:8])
     summary = f"logits, loss and all gradients are within {LIMIT[args.dtype]} of one device's"
     if wrong:
         summary = f"{len(wrong)} of {len(rows)} tensors are wrong, the first: {wrong[0]['name']}"
-    return summary, result | {"tensors": rows}
+    return summary, result | {"passed": not wrong, "worst": by_error[0], "tensors": rows}
 
 
 def check_learning(args, group):
-    """Train one device and P ranks on the text of this file: the same losses, and they fall."""
-    reference = load_model(args)
-    model = parallelize(load_model(args), group, args)
+    """Train one device and P ranks on the text of this file: the same losses, and they fall. Every
+    other step's gradient is clipped, to half of its norm; in the others it is below the limit."""
+    reference, model = load_model(args), parallelize(load_model(args), group, args)
     text = torch.tensor(list(Path(__file__).read_bytes())) % args.config.vocab_size
     ids = text[torch.arange(args.batch * args.length) % len(text)]  # the same at each step
     ids = ids.view(args.batch, args.length).to(args.device)
-    losses, references = [], []
+    _, loss, norm = reference_step(reference, ids, ids)
+    lr = 0.07 * loss.item() / (norm.item() ** 2 or 1.0)
+    one_device = torch.optim.SGD(reference.parameters(), lr, foreach=False)
+    p_ranks = torch.optim.SGD(model.parameters(), lr, foreach=False)
+    ours, right = torch.zeros(2, 20, dtype=torch.float64)
     for step in range(20):
-        references.append(reference_step(reference, ids, ids, group, args).item())
-        losses.append(train_step(model, ids, ids, group, args).item())
-        print(f"  step {step:2}  one device {references[-1]:.6f}, parallel {losses[-1]:.6f}")
-        if step == 0:
-            lr = 0.07 * losses[0] / (grad_norm(model, group).item() ** 2 or 1.0)
-        sgd(model, lr)
-        sgd(reference, lr)
-    errors = [abs(ours / theirs - 1) for ours, theirs in zip(losses, references)]
-    errors = sum(gather_objects(errors, group), [])
-    fall = 1 - losses[-1] / losses[0]
-    close = all(error <= LIMIT[args.dtype] for error in errors)  # False for NaN
-    summary = f"losses within {max(errors):.1e} of one device's, and down by {fall:.0%}"
-    return summary, {"passed": close and fall > 0, "loss": losses, "loss_reference": references}
+        one_device.zero_grad()
+        _, right[step], norm = reference_step(reference, ids, ids)
+        max_norm = norm.item() * (0.5 if step % 2 else 2.0)
+        nn.utils.clip_grads_with_norm_(reference.parameters(), max_norm, norm)  # PyTorch's own
+        one_device.step()
+        ours[step] = train_step(model, p_ranks, ids, ids, group, args, max_norm)
+        print(f"  step {step:2}  one device {right[step]:.6f}, parallel {ours[step]:.6f}")
+    [row] = compare(20, "loss", {"loss": ours}, {"loss": right}, args, group)
+    fall = 1 - ours[-1].item() / ours[0].item()
+    result = {"passed": row["passed"] and fall > 0, "loss": ours.tolist()}
+    summary = f"losses within {row['relative_error']:.1e} of one device's, and down by {fall:.0%}"
+    return summary, result | {"loss_reference": right.tolist()}
 
 
 class Meter(TorchDispatchMode):
@@ -927,52 +1119,53 @@ class Meter(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.calls, self.bytes = Counter(), Counter()
-        self.peak = 0
-        # PyTorch keeps a storage's Python object until it frees the storage: then it leaves this
+        self.messages, self.peak = Counter(), 0
+        # PyTorch keeps a storage's Python object as long as the storage: so an entry disappears
+        # when PyTorch frees the memory
         self.alive = weakref.WeakValueDictionary()
         self.see(gc.get_objects())  # what exists already
 
     def see(self, values):
         """Returns the tensors among values, and notes their storages. A DTensor has none itself."""
         tensors = [x for x in values if type(x) in (torch.Tensor, nn.Parameter)]
-        for storage in (x.untyped_storage() for x in tensors):
-            if storage._cdata not in self.alive:
-                self.alive[storage._cdata] = storage
-                # Summed anew, since fully_shard empties and fills storages in place
-                self.peak = max(self.peak, sum(x.nbytes() for x in self.alive.values()))
+        self.alive |= {x.untyped_storage()._cdata: x.untyped_storage() for x in tensors}
+        self.peak = max(self.peak, self.now())
         return tensors
+
+    def now(self):
+        """Bytes of all tensors alive."""
+        return sum(storage.nbytes() for storage in self.alive.values())
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(hasattr(kind, "full_tensor") for kind in types):
             return NotImplemented  # DTensor's own code runs; what it does to tensors comes here
         out = func(*args, **(kwargs or {}))
-        inputs = self.see(tree_leaves(args))
-        outputs = self.see(tree_leaves(out))
+        tensors = self.see(tree_leaves((args, out)))
         name = func._opname.replace("_", "")  # allreduce_, _allgather_base_, all_reduce
         for op in self.OPS:
             if "c10d" in func.namespace and name.startswith(op.replace("_", "")):
                 # all_to_all(out, in); of the others the larger tensor is the full one
-                message = inputs[-1:] if op == "all_to_all" else inputs + outputs
-                self.calls[op] += 1
-                self.bytes[op] += max(x.nbytes for x in message)
+                message = tensors[-1:] if op == "all_to_all" else tensors
+                self.messages[op, "count"] += 1
+                self.messages[op, "bytes"] += max(x.nbytes for x in message)
         return out
 
 
 def compare_traffic(forward, step, expected):
     """Rows of --json: the messages of this rank, beside the rows of expected_traffic(). The
-    backward's: those of a whole step minus those of a forward."""
+    backward's: those of a whole step without those of a forward."""
     rows = []
+    backward = Counter(step.messages)
+    backward.subtract(forward.messages)
     for phase, op in product(("forward", "backward"), Meter.OPS):
-        calls, size = forward.calls[op], forward.bytes[op]
-        if phase == "backward":
-            calls, size = step.calls[op] - calls, step.bytes[op] - size
+        sent = forward.messages if phase == "forward" else backward
         wanted = [entry[2:] for entry in expected if entry[:2] == (phase, op)]
-        row = {"phase": phase, "op": op, "count": calls, "bytes": size}
-        row["expected_count"] = sum(n for n, _ in wanted)
-        row["expected_bytes"] = sum(n for _, n in wanted)
-        row["passed"] = (calls, size) == (row["expected_count"], row["expected_bytes"])
-        if calls or row["expected_count"]:
+        row = {"phase": phase, "op": op, "count": sent[op, "count"], "bytes": sent[op, "bytes"]}
+        row["expected_count"] = sum(count for count, _ in wanted)
+        row["expected_bytes"] = sum(size for _, size in wanted)
+        same_count = row["count"] == row["expected_count"]
+        row["passed"] = same_count and row["bytes"] == row["expected_bytes"]
+        if row["count"] or row["expected_count"]:
             rows.append(row)
     return rows
 
@@ -981,83 +1174,100 @@ def check_benchmark(args, group):
     """Time, peak memory and messages of forward and backward; messages as expected, to the byte."""
     model = parallelize(load_model(args), group, args)
     batch = proof_batch(args, group)
-    accelerator = torch.get_device_module(args.device)
+    device = torch.get_device_module(args.device)
     cuda = args.device.type == "cuda"
 
     def step(backward=True):
-        train_step(model, *batch, group, args, backward)
+        forward_backward(model, *batch, group, args, backward)
         model.zero_grad()
 
     with Meter() as forward:  # these two steps warm up, too
         step(backward=False)
     if cuda:
-        accelerator.reset_peak_memory_stats()  # loading had the full model
+        device.reset_peak_memory_stats()  # loading had the full model
     with Meter() as both:
         step()
-    ranks = gather_objects(group.rank(), group)  # 0 to P - 1; with --backend fake this one
-    peaks = gather_objects(accelerator.max_memory_allocated() if cuda else both.peak, group)
+    peaks = gather_objects(device.max_memory_allocated() if cuda else both.peak, group)
     traffic = compare_traffic(forward, both, expected_traffic(model, group, args))
     right = gather_objects(all(row["passed"] for row in traffic), group)
     result = {"passed": all(right), "peak_memory_bytes": peaks, "traffic": traffic}
     for name, backward in ("forward_s", False), ("forward_backward_s", True):
         times = []
         for _ in range(args.bench_iters):
-            accelerator.synchronize()
+            device.synchronize()
             gather_objects(None, group)  # the ranks begin together
             begin = time.perf_counter()
             step(backward)
-            accelerator.synchronize()
+            device.synchronize()
             times.append(max(gather_objects(time.perf_counter() - begin, group)))  # the slowest
         result[name] = {"median": statistics.median(times), "min": min(times), "max": max(times)}
-    label = "time" if cuda else "time (of a CPU: says nothing about GPUs)"
+    label = f"time on {args.device.type}" + " (says nothing about GPUs)" * (not cuda)
     print_table([{label: name} | result[name] for name in ("forward_s", "forward_backward_s")])
-    print_table([{"rank": rank, "peak memory, bytes": n} for rank, n in zip(ranks, peaks)])
-    if traffic:
-        print(f"\n  What rank {group.rank()} sends in a step; bytes are message bytes:")
-        print_table(traffic)
+    print("\n  peak memory of each rank, bytes:", *peaks)
+    print(f"\n  What rank {group.rank()} sends in a step; bytes are message bytes:")
+    print_table(traffic)
     result["tokens_per_s"] = args.batch * args.length / result["forward_backward_s"]["median"]
-    summary = f"{result['tokens_per_s']:.0f} tokens per second; messages as expected_traffic() says"
-    if not all(right):
-        summary = f"messages not as expected_traffic() says on rank {ranks[right.index(False)]}"
-    return summary, result
+    sent = "as expected_traffic() says" if all(right) else f"wrong on rank {right.index(False)}"
+    return f"{result['tokens_per_s']:.0f} tokens per second; messages {sent}", result
 
 
 # ---- 6. Command line -----------------------------------------------------------------------------
 
 MODES = {"correctness": check_correctness, "learning": check_learning, "benchmark": check_benchmark}
+# Files that do not have weights: a folder of config.json and these gets random ones
+NO_WEIGHTS = re.compile(
+    r".*config\.json|.*token.*|vocab.*|merges.*|.*template.*|.*\.md|LICENSE.*|\..*"
+)
 
 
+@as_usage_error("cannot use the model")
 def find_model(name):
     """The config of what --model names, and from_pretrained's keywords (None: random weights)."""
-    if name in PRESETS:
+    path, source = Path(name), {"pretrained_model_name_or_path": name}
+    has_config = (path / "config.json").exists()
+    if name in PRESETS and not has_config:
         family, *sizes = PRESETS[name]
         sizes = dict(zip(SIZES, sizes), max_position_embeddings=1 << 20, pad_token_id=2)
         sizes["sliding_window"] = None  # as Mistral 7B has it since v0.2
         spread = 0.8 / math.sqrt(sizes["hidden_size"])  # HF's 0.02 hides errors of attention
         return transformers.AutoConfig.for_model(family, **sizes, initializer_range=spread), None
-    path = Path(name)
-    source = {"pretrained_model_name_or_path": name}
-    if path.suffix == ".gguf":
+    if path.is_file():  # a .gguf
         source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    is_hub_id = "/" in name and name[0] not in "./~" and not path.exists()
-    if not (path.is_dir() or path.suffix == ".gguf" or is_hub_id):
-        raise UsageError(f"no model {name}: hub id, folder, .gguf, {', '.join(PRESETS)} would do")
-    try:  # the entries of config.json; no code that the model brings is run
-        entries, _ = transformers.PreTrainedConfig.get_config_dict(**source)
-        family = entries.get("model_type")
-        config = transformers.AutoConfig.for_model(**entries) if family in FAMILIES else None
-    except Exception as problem:  # of many kinds
-        raise UsageError(f"cannot read {name}: {type(problem).__name__}: {problem}") from None
-    if config is None:
-        would = f"{', '.join(FAMILIES)} would do (sp_ulysses.py and pp.py also take olmo2)"
-        raise UsageError(f"{name} is a model of type {family}; {would}")
-    if "quantization_config" in entries or (path / "adapter_config.json").exists():
-        raise UsageError(f"{name} is quantized or has an adapter; plain weights would do")
-    if entries.get("attention_dropout"):
+    elif path.is_dir() and not has_config:
+        there = ", ".join(sorted(file.name for file in path.iterdir())[:4])
+        deeper = [*path.glob("*/config.json"), *path.glob("*/*/config.json")]
+        instead = deeper[0].parent if deeper else "a folder that has it"
+        raise UsageError(f"no config.json in {name} ({there}); use {instead}")
+    elif not path.is_dir() and (name.count("/") != 1 or path.parent.exists()):  # no hub id
+        raise UsageError(f"no folder or file {name}; use one, a hub id or {', '.join(PRESETS)}")
+    config = transformers.AutoConfig.from_pretrained(**source, trust_remote_code=False)
+    if config.model_type not in FAMILIES:
+        raise UsageError(f"{name} is of type {config.model_type}; use one of {', '.join(FAMILIES)}")
+    if hasattr(config, "quantization_config") or (path / "adapter_config.json").exists():
+        raise UsageError(f"{name} is quantized or has an adapter; use plain weights")
+    if config.attention_dropout:
         print("attention_dropout is set to 0: ranks would not draw what one device draws")
         config.attention_dropout = 0.0
-    weights = [*path.glob("*.safetensors*"), *path.glob("*.bin*")]
-    return config, (None if path.is_dir() and not weights else source)
+    check_config(config)
+    files = [file for file in path.glob("*") if not NO_WEIGHTS.fullmatch(file.name)]
+    return config, (None if has_config and not files else source)
+
+
+def check_config(config):
+    """Raises where Hugging Face takes a config, but cannot compute with it. This is tried on two
+    tokens, on the device "meta", whose tensors have shapes and no data."""
+    numbers = vars(config) | (config.rope_parameters or {})
+    for key in (*SIZES[:-1], "sliding_window", "rope_theta", "factor"):  # HF lets some of them pass
+        number = numbers.get(key)
+        if number is not None and not (isinstance(number, int | float) and number >= 1):
+            raise UsageError(f"{key} is {number!r} in config.json; use a number, 1 or more")
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads % kv_heads:
+        raise UsageError(f"{heads} heads are no multiple of {kv_heads} KV heads in config.json")
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        if numbers.get("rope_type") != "dynamic":  # which looks at the positions' values
+            model(input_ids=torch.zeros(1, 2, dtype=torch.long))
 
 
 def parse(argv):
@@ -1065,7 +1275,7 @@ def parse(argv):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--mode", choices=[*MODES, "all", *OWN_MODES], default="correctness")
-    add("--model", default="tiny", help=f"{', '.join(PRESETS)}, a hub id, directory or .gguf file")
+    add("--model", default="tiny", help=f"{', '.join(PRESETS)}, a hub id, folder or .gguf file")
     add("--length", type=int, default=256, help="tokens per sequence (256)")
     add("--batch", type=int, help="sequences (3; pp.py: as many as microbatches)")
     add("--dtype", choices=list(LIMIT), help="float64 (the proof); for benchmark float32")
@@ -1083,26 +1293,34 @@ def parse(argv):
     for name, value in vars(args).items():
         least = {"seed": 0, "length": 2}.get(name, 1)  # one token has no next one to predict
         if type(value) is int and not least <= value < 1 << 31:
-            parser.error(f"--{name.replace('_', '-')} {value}: {least} to 2**31 - 1 would do")
+            parser.error(f"--{name.replace('_', '-')} {value}: use {least} to 2**31 - 1")
     if args.backend == "fake" and args.mode != "benchmark":
-        parser.error("--backend fake computes no real values: --mode benchmark only")
+        parser.error("--backend fake computes no real values; use it with --mode benchmark")
     if args.attn == "flash" and args.dtype != "bfloat16":
         parser.error("--attn flash needs --dtype bfloat16")
+    if args.json is not None and IS_RANK0:
+        is_new = not Path(args.json).exists()
+        with as_usage_error(f"cannot write --json {args.json}; use a file in a writable folder"):
+            open(args.json, "a").close()
+        if is_new:
+            Path(args.json).unlink()
     return args
 
 
+@as_usage_error("cannot start; use torchrun --nproc_per_node=2")
 def start(args):
     """Choose the device, read the model's config, join the other ranks; returns their group."""
     torchrun = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    given = [name for name in torchrun if name in os.environ]
-    if len(given) not in (0, 4) and args.backend != "fake":  # with fake some are set by hand
-        raise UsageError(f"of {', '.join(torchrun)} only {', '.join(given)} set; all would do")
-    rank, world, local_rank, local_world = (int(os.environ.get(k, n)) for k, n in torchrun.items())
+    if args.mode != "schedule":  # a mode of pp.py alone, of one process
+        torchrun = {name: os.environ.get(name, number) for name, number in torchrun.items()}
+    rank, world, local_rank, local_world = map(int, torchrun.values())
+    if not (0 <= rank < world and 0 <= local_rank < local_world):
+        raise UsageError(f"{torchrun} do not fit each other; use torchrun --nproc_per_node=2")
     gpus = torch.cuda.device_count()
     if args.backend == "auto":
         args.backend = "nccl" if gpus >= local_world else "gloo"
     if args.backend == "nccl" and gpus < local_world:
-        raise UsageError(f"--backend nccl needs {local_world} GPUs, here are {gpus}; try gloo")
+        raise UsageError(f"--backend nccl needs {local_world} GPUs, here are {gpus}; use gloo")
     args.device = torch.device("cpu")
     if gpus and args.backend in ("nccl", "fake"):
         args.device = torch.device("cuda", local_rank)
@@ -1110,12 +1328,11 @@ def start(args):
     args.attn_implementation = "flash_attention_2" if args.attn == "flash" else args.attn
     args.config, args.source = find_model(args.model)
     finalize_args(args, world)
-    store = None if given and args.backend != "fake" else dist.HashStore()  # None: torchrun's
-    if args.backend == "fake":
-        print(f"rank {rank} of {world} with silent peers: times exclude communication")
-    elif not given:
-        print(f"1 process; for more ranks: torchrun --nproc_per_node=2 {' '.join(sys.argv)}")
-    backend = "cpu:gloo,cuda:nccl" if args.backend == "nccl" else args.backend
+    alone = world == 1 or args.backend == "fake"
+    backend = "fake" if alone else "gloo"  # on one CPU no network is needed
+    if args.backend == "nccl":
+        backend = "cpu:gloo,cuda:nccl"
+    store = dist.HashStore() if alone else None  # None: torchrun's
     timeout = datetime.timedelta(seconds=args.timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     return dist.group.WORLD
@@ -1129,11 +1346,14 @@ def run(args, group):
     results |= {k: v for k, v in vars(args).items() if isinstance(v, str | int | None)}
     dtype = args.dtype
     modes = list(MODES) if args.mode == "all" else [args.mode]
+    model = f"{args.model} with {'its' if args.source else 'random'} weights"
     for mode in modes:
         args.dtype = dtype or ("float64" if mode in ("correctness", "learning") else "float32")
         job = f"{group.size()} rank{'s' * (group.size() > 1)} ({args.backend}, {args.device.type})"
-        size = f"{args.model}, {args.dtype}, {args.batch} x {args.length} tokens"
-        print(f"\n{mode}: {STRATEGY}, {job}, {size}")
+        size = f"{args.dtype}, {args.batch} x {args.length} tokens"
+        if mode == "schedule":  # of pp.py alone
+            job = "simulated"
+        print(f"\n{mode}: {STRATEGY}, {job}, {model}, {size}")
         with upcasts_in_float64(args):
             summary, result = (MODES | OWN_MODES)[mode](args, group)
         results[mode] = {"dtype": args.dtype} | result
@@ -1141,7 +1361,7 @@ def run(args, group):
     results["dtype"] = results[modes[0]]["dtype"]
     if args.json and IS_RANK0:
         Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
-    gather_objects(None, group)  # rank 0 has written; torchrun ends all when one fails
+    gather_objects(None, group)  # until rank 0 has written, since torchrun ends all if one fails
     return all(results[mode]["passed"] for mode in modes)
 
 
@@ -1157,10 +1377,13 @@ def main(argv=None):
         faulthandler.register(signal.SIGTERM, sys.__stderr__, chain=True)  # shows where a rank hung
         args = parse(argv)
         return 0 if run(args, start(args)) else 1
-    except (UsageError, OSError, ImportError) as problem:  # OSError: a full disk, a missing file
-        if not IS_RANK0:
-            faulthandler.unregister(signal.SIGTERM)  # it does not hang
-            time.sleep(30)  # torchrun ends all ranks as soon as one exits: let rank 0 print first
+    except Exception as problem:
+        is_usage = isinstance(problem, UsageError | OSError | ImportError)  # OSError: a full disk
+        if not IS_RANK0:  # torchrun ends all ranks as soon as one exits: let rank 0 print first
+            faulthandler.unregister(signal.SIGTERM)  # this rank does not hang
+            time.sleep(30 if is_usage else 2)  # 2: rank 0 may be about to say what caused this
+        if not is_usage:
+            raise
         print(f"error: {' '.join(str(problem).split())}", file=sys.stderr)
         return 2
     finally:

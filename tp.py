@@ -1,18 +1,20 @@
 """Tensor parallelism for LLaMA in one file: Megatron-LM (arXiv 1909.08053) on Hugging Face's model.
 
-Each of P ranks holds 1/P of each weight matrix, and all activations between the blocks. P = 2:
+Each of P ranks holds 1/P of each weight matrix, but the activations between the blocks (a block:
+attention or MLP) as a whole. P = 2; b sequences of s tokens, h hidden_size, i intermediate_size; a
+weight is (out, in):
 
-      x (b, s, h) on both ranks
+      x (b, s, h), the norm's output, on both ranks
         | f   forward: nothing           backward: all-reduce dx
         v
     rank 0: gate, up (i/2, h)   rank 1: gate, up (i/2, h)    column parallel: half of the features
         |                               |
-    rank 0: (b, s, i/2)         rank 1: (b, s, i/2)
+    silu(gate x) * (up x)       silu(gate x) * (up x)        (b, s, i/2): each feature by itself
         |                               |
     rank 0: down (h, i/2)       rank 1: down (h, i/2)        row parallel: partial sums (b, s, h)
         | g   forward: all-reduce        backward: nothing
         v
-      y (b, s, h) on both ranks
+      y (b, s, h) on both ranks, to be added to the residual
 
 Attention is cut the same way, by heads: q, k, v are column parallel, o is row parallel. Embedding
 and head are cut by vocabulary, and the loss is computed without ever gathering the logits.
@@ -22,8 +24,9 @@ and head are cut by vocabulary, and the loss is computed without ever gathering 
     --recompute full: keep a layer's input      2 all-reduces     3 all-reduces: attention's g again
 
 The recomputation stops before the MLP's g: no gradient needs what leaves it. Weight matrices, their
-gradients and optimizer state shrink by P, but for k and v where there are more ranks than KV heads.
-The activations between the blocks do not shrink: sp_megatron.py divides those, too.
+gradients and optimizer state shrink by P (k and v by the number of KV heads, if that is smaller);
+but each rank first loads all of the model, and then keeps its share. The activations between the
+blocks do not shrink: sp_megatron.py divides those, too.
 
     torchrun --nproc_per_node=2 tp.py --mode correctness
     torchrun --nproc_per_node=2 tp.py --length 20480 --batch 1 --mode benchmark --dtype bfloat16
@@ -44,10 +47,12 @@ import io
 import json
 import math
 import os
+import re
 import signal
 import statistics
 import sys
 import time
+import traceback
 import weakref
 from collections import Counter
 from functools import partial
@@ -63,8 +68,7 @@ import transformers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers --backend fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -92,14 +96,14 @@ PRESETS = {  # with random weights: the model_type, then SIZES
 
 
 class UsageError(Exception):
-    """Arguments or a model that cannot work; the message says what would."""
+    """Arguments or a model that cannot work; the message says what to use instead."""
 
 
-# ---- 2. Communication: f and g, each the other's conjugate ---------------------------------------
+# ---- 2. Communication: f and g, each the other's backward ----------------------------------------
 
 
 def all_reduce(x, group, op=dist.ReduceOp.SUM):
-    """The sum (or max) of x over ranks; not in place, since autograd may still need x."""
+    """The sum (or max) of x over ranks; not in place, since a forward must not change its input."""
     if group.size() == 1:
         return x
     x = x.clone(memory_format=torch.contiguous_format)
@@ -108,7 +112,7 @@ def all_reduce(x, group, op=dist.ReduceOp.SUM):
 
 
 class CopyToTPRegion(torch.autograd.Function):
-    """The paper's f. All ranks use the same x, so its gradient is the sum of theirs."""
+    """The paper's f. Every rank uses the same x, so dx is the sum of the ranks' dx."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -121,7 +125,8 @@ class CopyToTPRegion(torch.autograd.Function):
 
 
 class ReduceFromTPRegion(torch.autograd.Function):
-    """The paper's g. y is the sum of the ranks' partial results: the gradient of each is dy."""
+    """The paper's g. y is the sum of the ranks' partial results, so the gradient of each is dy.
+    What follows g is the same on all ranks: each has the whole dy already."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -136,7 +141,7 @@ copy_to_tp_region = CopyToTPRegion.apply  # (x, group) -> x
 reduce_from_tp_region = ReduceFromTPRegion.apply  # (partial sum, group) -> sum
 
 
-# ---- 3. Sharding LLaMA and its relatives, and recomputation --------------------------------------
+# ---- 3. Sharding LLaMA and its relatives, and what the backward keeps ----------------------------
 
 
 def split(n, rank, world):
@@ -145,51 +150,22 @@ def split(n, rank, world):
     return rank * base + min(rank, extra), (rank + 1) * base + min(rank + 1, extra)
 
 
-def head_range(config, rank, world):
-    """Returns (q0, q1), (k0, k1), replicas: a rank has query heads [q0, q1) and KV heads [k0, k1),
-    and `replicas` ranks have these same KV heads.
-
-    With world <= kv_heads whole KV groups (a KV head and the query heads that read it) are dealt
-    out; with more ranks than KV heads, `replicas` ranks share one and deal out its query heads.
-    """
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    per_kv = heads // kv_heads  # query heads that read a KV head
-    possible = [w for w in range(1, heads + 1) if w <= kv_heads or w % kv_heads == 0]
-    if world not in possible:
-        problem = f"{heads} heads with {kv_heads} KV heads cannot be split over {world} ranks"
-        raise UsageError(f"{problem}; {', '.join(map(str, possible))} ranks would work")
-    if world <= kv_heads:
-        k0, k1 = split(kv_heads, rank, world)
-        return (k0 * per_kv, k1 * per_kv), (k0, k1), 1
-    replicas = world // kv_heads
-    k = rank // replicas
-    q0, q1 = split(per_kv, rank % replicas, replicas)
-    return (k * per_kv + q0, k * per_kv + q1), (k, k + 1), replicas
-
-
-def mark(tensor, shard=None, replicas=1, sum_over=None):
-    """Attach to a tensor what later code reads. Training reads sum_over, the group over which its
-    gradient is summed (None: no sum). The proof reads shard, which (dim, start, end) of the full
-    tensor it is (None: all of it), and replicas, how many ranks hold the same."""
-    tensor.shard, tensor.replicas, tensor.sum_over = shard, replicas, sum_over
-    return tensor
-
-
-def make_shard(full, dim, start, end, replicas=1, sum_over=None):
+def make_shard(full, dim, start, end):
     """A Parameter with rows (dim 0) or columns (dim 1) [start, end) of full: a copy, not a view."""
     part = nn.Parameter(full.narrow(dim, start, end - start).clone())
-    return mark(part, (dim, start, end), replicas, sum_over)
+    part.shard = dim, start, end  # a note for the proof: which part of the full tensor this is
+    return part
 
 
 class ColumnParallelLinear(nn.Module):
     """Output features [start, end) of an nn.Linear, whose weight is (out, in)."""
 
-    def __init__(self, linear, start, end, replicas=1, sum_over=None):
+    def __init__(self, linear, start, end):
         super().__init__()
-        self.weight = make_shard(linear.weight, 0, start, end, replicas, sum_over)
+        self.weight = make_shard(linear.weight, 0, start, end)
         self.bias = None
         if linear.bias is not None:
-            self.bias = make_shard(linear.bias, 0, start, end, replicas, sum_over)
+            self.bias = make_shard(linear.bias, 0, start, end)
 
     def forward(self, x):  # (b, s, in) -> (b, s, out/P)
         return F.linear(x, self.weight, self.bias)
@@ -219,97 +195,110 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = make_shard(embedding.weight, 0, start, end)
         self.padding_idx = None
         if embedding.padding_idx is not None and start <= embedding.padding_idx < end:
-            self.padding_idx = embedding.padding_idx - start  # its row gets no gradient, as in HF
+            self.padding_idx = embedding.padding_idx - start  # no gradient, as in HF
 
     def forward(self, ids):  # (b, s) -> (b, s, h)
-        elsewhere = (ids < self.start) | (ids >= self.end)
-        rows = (ids - self.start).masked_fill(elsewhere, 0)
+        not_mine = (ids < self.start) | (ids >= self.end)
+        rows = (ids - self.start).masked_fill(not_mine, 0)
         out = F.embedding(rows, self.weight, self.padding_idx)
-        return reduce_from_tp_region(out.masked_fill(elsewhere[..., None], 0), self.group)
+        return reduce_from_tp_region(out.masked_fill(not_mine[..., None], 0), self.group)
 
 
-def enter_block(group, block, args, kwargs):
-    """f, as a forward pre-hook of a block: once for all column parallel linears in it."""
-    if args:  # how HF calls an MLP
-        return (copy_to_tp_region(args[0], group), *args[1:]), kwargs
-    hidden = copy_to_tp_region(kwargs["hidden_states"], group)  # how HF calls attention
-    return args, kwargs | {"hidden_states": hidden}
-
-
-def recompute_layers(model):
-    """Keep each layer's input only. The layer's backward first runs its forward again, hooks and
-    collectives included, up to the last tensor that it needs (arXiv 1604.06174)."""
-    enable = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.23
-    enable = enable or model.gradient_checkpointing_enable  # its name before
-    enable({"use_reentrant": False})
-
-
-def parallelize(model, group, args):
+def shard_model(model, group):
     """Turn HF's model into this rank's share of it, in place; parameters keep HF's names."""
-    if args.recompute == "full":
-        recompute_layers(model)
     config, rank, world = model.config, group.rank(), group.size()
-    for name, parameter in model.named_parameters():
-        if "q_norm" in name or "k_norm" in name:  # Qwen3's: gradient of a rank's own heads
-            mark(parameter, replicas=world, sum_over=group if world > 1 else None)
-        elif "norm" in name:  # replicated, and every rank computes the full gradient
-            mark(parameter, replicas=world)
-    if args.dtensor:
-        return parallelize_dtensor(model, group)
-    (q0, q1), (k0, k1), replicas = head_range(config, rank, world)
+    (q0, q1), (k0, k1) = head_range(config, rank, world)
     i0, i1 = split(config.intermediate_size, rank, world)
     v0, v1 = split(config.vocab_size, rank, world)
-    kv_sum = None
-    if replicas > 1:  # ranks that share a KV head have different queries: each part of its gradient
-        timeout = datetime.timedelta(seconds=args.timeout)
-        kv_sum, _ = dist.new_subgroups(replicas, group=group, timeout=timeout)
+
+    # A forward hook of a norm, since all column parallel linears of a block read the norm's output:
+    # so their dx are added up first, and then all-reduced once
+    def f(norm, inputs, out):
+        return copy_to_tp_region(out, group)
+
     for layer in model.model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
         d = attention.head_dim
+        layer.input_layernorm.register_forward_hook(f)
         attention.q_proj = ColumnParallelLinear(attention.q_proj, q0 * d, q1 * d)
-        attention.k_proj = ColumnParallelLinear(attention.k_proj, k0 * d, k1 * d, replicas, kv_sum)
-        attention.v_proj = ColumnParallelLinear(attention.v_proj, k0 * d, k1 * d, replicas, kv_sum)
+        attention.k_proj = ColumnParallelLinear(attention.k_proj, k0 * d, k1 * d)
+        attention.v_proj = ColumnParallelLinear(attention.v_proj, k0 * d, k1 * d)
         attention.o_proj = RowParallelLinear(attention.o_proj, q0 * d, q1 * d, group)
         attention.num_key_value_groups = (q1 - q0) // (k1 - k0)  # for HF's repeat_kv
+
+        mlp = layer.mlp
+        layer.post_attention_layernorm.register_forward_hook(f)
         mlp.gate_proj = ColumnParallelLinear(mlp.gate_proj, i0, i1)
         mlp.up_proj = ColumnParallelLinear(mlp.up_proj, i0, i1)
         mlp.down_proj = RowParallelLinear(mlp.down_proj, i0, i1, group)
-        for block in (attention, mlp):
-            block.register_forward_pre_hook(partial(enter_block, group), with_kwargs=True)
+
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     model.model.embed_tokens = VocabParallelEmbedding(model.model.embed_tokens, v0, v1, group)
+    model.model.norm.register_forward_hook(f)
     model.lm_head = ColumnParallelLinear(model.lm_head, v0, v1)
     if tied:
         model.lm_head.weight = model.model.embed_tokens.weight
-    return model
 
 
-def parallelize_dtensor(model, group):
-    """The same by PyTorch's parallelize_module, where P divides KV heads, features and vocabulary.
+def head_range(config, rank, world):
+    """[q0, q1), [k0, k1): a rank's query heads and KV heads. A KV head and the query heads that
+    read it stay on one rank."""
+    kv_heads = config.num_key_value_heads
+    per_kv = config.num_attention_heads // kv_heads  # query heads that read a KV head
+    if world > kv_heads:
+        return shared_head_range(kv_heads, per_kv, rank, world)
+    k0, k1 = split(kv_heads, rank, world)
+    return (k0 * per_kv, k1 * per_kv), (k0, k1)
 
-    Each column parallel linear has an f of its own: 5 in the backward of a layer instead of 2.
-    """
-    plan = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
-        "model.layers.*.self_attn.q_proj": ColwiseParallel(),
-        "model.layers.*.self_attn.k_proj": ColwiseParallel(),
-        "model.layers.*.self_attn.v_proj": ColwiseParallel(),
-        "model.layers.*.self_attn.o_proj": RowwiseParallel(),
-        "model.layers.*.mlp.gate_proj": ColwiseParallel(),
-        "model.layers.*.mlp.up_proj": ColwiseParallel(),
-        "model.layers.*.mlp.down_proj": RowwiseParallel(),
-        "lm_head": ColwiseParallel(output_layouts=Shard(-1)),
-    }
-    tied = model.lm_head.weight is model.model.embed_tokens.weight
-    parallelize_module(model, DeviceMesh.from_group(group, model.device.type), plan)
-    if tied:  # parallelize_module makes two parameters of one
-        model.lm_head.weight = model.model.embed_tokens.weight
+
+def shared_head_range(kv_heads, per_kv, rank, world):
+    """The same with more ranks than KV heads: several ranks have the same KV head, and divide the
+    query heads that read it."""
+    sharing = world // kv_heads  # ranks that have the same KV head: check_heads() sees to that
+    k = rank // sharing
+    q0, q1 = split(per_kv, rank % sharing, sharing)
+    return (k * per_kv + q0, k * per_kv + q1), (k, k + 1)
+
+
+def note_gradients(model, group, args):
+    """Note on each parameter how many ranks hold it (replicas) and, where each of them computes
+    only a part of its gradient, the group that has to add the parts up (sum_over)."""
+    world = group.size()
+    all_ranks = group if world > 1 else None
+    sharing = max(1, world // model.config.num_key_value_heads)
+    kv_group = None
+    if sharing > 1:
+        timeout = datetime.timedelta(seconds=args.timeout)
+        kv_group, _ = dist.new_subgroups(sharing, group=group, timeout=timeout)
     for name, parameter in model.named_parameters():
-        # Section 5 gets full_tensor() of a DTensor on each of P ranks, so that each counts 1/P. A
-        # matrix that the plan left whole is marked 1: it counts P times, and the proof fails
-        sharded = isinstance(parameter, DTensor) and parameter.placements[0].is_shard()
-        if "norm" not in name:
-            mark(parameter, replicas=group.size() if sharded or name.endswith("bias") else 1)
+        parameter.replicas, parameter.sum_over = 1, None  # a shard, and all of its gradient
+        if "q_norm" in name or "k_norm" in name:  # Qwen3's: a rank's own heads give a part
+            parameter.replicas, parameter.sum_over = world, all_ranks
+        elif "norm" in name:  # f has summed the gradient of its output: so each rank's is complete
+            parameter.replicas = world
+        elif "k_proj" in name or "v_proj" in name:  # a rank's own query heads give a part
+            parameter.replicas, parameter.sum_over = sharing, kv_group
+        elif args.dtensor and name.endswith(("o_proj.bias", "down_proj.bias")):
+            parameter.replicas = world  # RowParallelLinear has it on rank 0 alone
+
+
+def recompute_layers(model):
+    """Keep each layer's input only. The layer's backward first runs its forward again, collectives
+    included, up to the last tensor that the backward needs (arXiv 1604.06174)."""
+    for layer in model.model.layers:  # two attributes of HF's layers
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+
+
+def parallelize(model, group, args):
+    """HF's model, in place, as this rank runs it."""
+    if args.dtensor:
+        shard_model_by_dtensor(model, group)
+    else:
+        shard_model(model, group)
+    note_gradients(model, group, args)
+    if args.recompute == "full":
+        recompute_layers(model)
     return model
 
 
@@ -327,21 +316,23 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(ctx, logits, target, start, group):
         wide = torch.promote_types(logits.dtype, torch.float32)
         peak = all_reduce(logits.max(-1, keepdim=True).values.to(wide), group, dist.ReduceOp.MAX)
-        shifted = logits - peak  # at most 0: exp stays finite
-        elsewhere = (target < start) | (target >= start + logits.shape[-1])
-        column = (target - start).masked_fill(elsewhere, 0)[:, None]
-        target_logit = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0)
+        shifted = logits - peak  # at most 0, so exp() stays finite
+        not_mine = (target < start) | (target >= start + logits.shape[-1])
+        local_target = (target - start).masked_fill(not_mine, 0)[:, None]
+        target_logit = shifted.gather(-1, local_target)[:, 0].masked_fill(not_mine, 0)
         both = torch.stack([target_logit, shifted.exp_().sum(-1)])
         target_logit, sum_exp = all_reduce(both, group)
-        # Saved apart, since rounding of peak + log(sum_exp) would swamp a small 1 - softmax
-        ctx.save_for_backward(logits, column, elsewhere, peak, sum_exp)
+        # Save peak and sum_exp apart: rounding one number, peak + log(sum_exp), can change it by
+        # more than a target's whole gradient, softmax - 1
+        ctx.save_for_backward(logits, local_target, not_mine, peak, sum_exp)
         return sum_exp.log() - target_logit
 
     @staticmethod
     def backward(ctx, grad):  # d loss / d logits = softmax - one_hot(target): no communication
-        logits, column, elsewhere, peak, sum_exp = ctx.saved_tensors
+        logits, local_target, not_mine, peak, sum_exp = ctx.saved_tensors
         softmax = (logits - peak).exp_().div_(sum_exp[:, None])
-        softmax.scatter_add_(-1, column, elsewhere[:, None].to(softmax.dtype) - 1)
+        is_mine = (~not_mine[:, None]).to(softmax.dtype)  # (n, 1): 1 or 0
+        softmax.scatter_add_(-1, local_target, -is_mine)
         return softmax.mul_(grad[:, None]).to(logits.dtype), None, None, None
 
 
@@ -355,16 +346,15 @@ def sum_of_losses(model, hidden, targets, group):
 
 
 def tokens_per_chunk(length, group, args):
-    """Tokens of each sequence in a chunk: batch * chunk * v/P logits are at most LOSS_CHUNK * v."""
+    """Tokens of each sequence in a chunk. A rank has v/P columns: so a chunk of P times the tokens
+    takes the memory of LOSS_CHUNK * v logits, and there are 1/P as many chunks."""
     return length if args.loss == "full" else max(1, LOSS_CHUNK * group.size() // args.batch)
 
 
 def mean_loss(model, hidden, labels, group, args):
     """Mean loss over all targets, the same on every rank, from hidden (b, s, h)."""
     chunk = tokens_per_chunk(hidden.shape[1], group, args)
-    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)  # the target of a token is the next one
-    if not args.dtensor:  # f of the head; ColwiseParallel brings its own
-        hidden = copy_to_tp_region(hidden, group)
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)  # a token's target is the next token
     total = 0
     for h, t in zip(hidden.split(chunk, 1), targets.split(chunk, -1)):
         if args.loss == "full":
@@ -375,12 +365,15 @@ def mean_loss(model, hidden, labels, group, args):
 
 
 def final_hidden_states(model, ids, group):
-    """Output of the final norm, (b, s, h), of ids (b, s). sp_megatron.py needs the group."""
+    """Output of the final norm, (b, s, h), of ids (b, s). (sp_megatron.py needs the group.)"""
     return model.model(input_ids=ids, use_cache=False).last_hidden_state
 
 
-def train_step(model, ids, labels, group, args, backward=True):
-    """Loss of ids (b, s), the same on every rank. .grad is None before, and complete after."""
+def forward_backward(model, ids, labels, group, args, backward=True):
+    """Mean loss of ids (b, s) and labels (b, s), not shifted; the same on every rank. Before, each
+    .grad has to be None, since sum_gradients() would sum an older one again; after, it is complete.
+    """
+    # Without a name for the hidden states, which would keep them in memory through the backward
     loss = mean_loss(model, final_hidden_states(model, ids, group), labels, group, args)
     if backward:
         loss.backward()
@@ -389,61 +382,113 @@ def train_step(model, ids, labels, group, args, backward=True):
 
 
 def sum_gradients(model):
-    """Sum each gradient of which a rank has only a part, over the group that mark() noted."""
+    """Sum each gradient of which a rank has only a part, over the group that was noted for it."""
     for parameter in model.parameters():
-        if parameter.sum_over is not None:  # every parameter is marked
+        if parameter.sum_over is not None:
             dist.all_reduce(parameter.grad, group=parameter.sum_over)
 
 
-# The lesson ends here. The rest proves and measures it; from section 5 on all scripts are alike.
-
-
-def full_tensor(tensor):
-    """A DTensor (tp.py --dtensor, sp_ulysses.py --shard-weights) gathered; any other as it is."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+def local_tensor(tensor, parameter):
+    """This rank's shard of a parameter or of its gradient, which a DTensor (tp.py --dtensor or
+    sp_ulysses.py --shard-weights) may have placed otherwise. Any other tensor is returned as it is.
+    """
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.redistribute(placements=parameter.placements).to_local()
+    return tensor
 
 
 def grad_norm(model, group):
-    """Norm of the gradient of the whole model: what several ranks hold (replicas) counts once."""
-    total = torch.zeros((), dtype=torch.float64)
+    """Norm of the whole model's gradient. What several ranks hold counts once, not once a rank."""
+    squares = []
     for p in model.parameters():
-        total += full_tensor(p.grad).double().square().sum().cpu() / p.replicas
-    dist.all_reduce(total, group=group)  # on the CPU: by gloo, which start() puts beside NCCL
+        squares.append(local_tensor(p.grad, p).double().square().sum() / p.replicas)
+    total = torch.stack(squares).sum()
+    dist.all_reduce(total, group=group)
     return total.sqrt()
 
 
+def train_step(model, optimizer, ids, labels, group, args, max_norm=1.0):
+    """A step of training; returns the loss. If the gradient's norm is larger than max_norm, the
+    gradient is scaled down to that, as by PyTorch's clip_grad_norm_, but by the norm over all
+    ranks: the same on each of them, so that replicas stay equal."""
+    loss = forward_backward(model, ids, labels, group, args)
+    scale = (max_norm / (grad_norm(model, group) + 1e-6)).clamp(max=1.0).item()
+    for parameter in model.parameters():
+        parameter.grad.mul_(scale)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+# The lesson ends here.
+
+
+# ---- What sections 5 and 6 need from this script: DTensor, logits, messages, options -------------
+
+
+def shard_model_by_dtensor(model, group):
+    """The same by PyTorch's parallelize_module, where P divides KV heads, features and vocabulary.
+    PrepareModuleInput is f: a block's input becomes a DTensor, whose gradient, a partial sum on
+    each rank, is all-reduced once."""
+    enter_attention = {"input_kwarg_layouts": {"hidden_states": Replicate()}}
+    enter_attention |= {"desired_input_kwarg_layouts": {"hidden_states": Replicate()}}
+    enter_mlp = {"input_layouts": Replicate(), "desired_input_layouts": Replicate()}
+    plan = {
+        "model.embed_tokens": parallel.RowwiseParallel(input_layouts=Replicate()),
+        "model.layers.*.self_attn": parallel.PrepareModuleInput(**enter_attention),
+        "model.layers.*.self_attn.q_proj": parallel.ColwiseParallel(),
+        "model.layers.*.self_attn.k_proj": parallel.ColwiseParallel(),
+        "model.layers.*.self_attn.v_proj": parallel.ColwiseParallel(),
+        "model.layers.*.self_attn.o_proj": parallel.RowwiseParallel(),
+        "model.layers.*.mlp": parallel.PrepareModuleInput(**enter_mlp),
+        "model.layers.*.mlp.gate_proj": parallel.ColwiseParallel(),
+        "model.layers.*.mlp.up_proj": parallel.ColwiseParallel(),
+        "model.layers.*.mlp.down_proj": parallel.RowwiseParallel(),
+        "lm_head": parallel.ColwiseParallel(output_layouts=Shard(-1)),
+    }
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    parallel.parallelize_module(model, DeviceMesh.from_group(group, model.device.type), plan)
+    if tied:  # parallelize_module makes two parameters of one
+        model.lm_head.weight = model.model.embed_tokens.weight
+    for parameter in model.parameters():
+        placement = parameter.placements[0] if isinstance(parameter, DTensor) else Replicate()
+        if placement.is_shard():
+            full = parameter.shape[placement.dim]
+            parameter.shard = placement.dim, *split(full, group.rank(), group.size())
+
+
 def local_logits(model, ids, group, args):
-    """This rank's columns of the logits, (b, s, v/P), marked as a parameter is."""
+    """This rank's columns of the logits, (b, s, v/P), and which part of all logits they are."""
     logits = model.lm_head(final_hidden_states(model, ids, group))
-    return mark(logits, (2, *split(model.config.vocab_size, group.rank(), group.size())))
+    logits.shard = 2, *split(model.config.vocab_size, group.rank(), group.size())
+    logits.replicas = 1
+    return logits
 
 
 def expected_traffic(model, group, args):
-    """What one step must send: rows (phase, op, calls, message bytes of all calls together)."""
+    """What one forward_backward() must send: rows (phase, op, calls, their message bytes)."""
     if group.size() == 1:
         return []
     layers = model.config.num_hidden_layers
     element = getattr(torch, args.dtype).itemsize
     tokens = args.batch * args.length
-    hidden = tokens * model.config.hidden_size * element  # bytes of (b, s, h)
-    numbers = tokens * max(4, element)  # of (b, s): one number a token, in float32 or wider
+    hidden_bytes = tokens * model.config.hidden_size * element  # of (b, s, h)
+    number_bytes = tokens * max(4, element)  # of (b, s), in float32 or wider
     chunks = math.ceil(args.length / tokens_per_chunk(args.length, group, args))
-    leave = 2 * layers  # g of each attention and MLP
-    enter = 5 * layers if args.dtensor else 2 * layers  # f; DTensor's, of each linear
-    head_calls = chunks if args.dtensor else 1  # DTensor's f of each chunk: together one (b, s, h)
+    blocks = 2 * layers  # an attention or an MLP: f where it begins, g where it ends
+    head_calls = chunks if args.dtensor else 1  # DTensor: an f a chunk, together one (b, s, h)
     rows = [
-        ("forward", "all_reduce", 1 + leave, (1 + leave) * hidden),  # the embedding, and every g
-        ("forward", "all_reduce", 2 * chunks, 3 * numbers),  # max; target logit and sum-exp
-        ("backward", "all_reduce", enter + head_calls, (enter + 1) * hidden),
+        ("forward", "all_reduce", 1 + blocks, (1 + blocks) * hidden_bytes),  # the embedding's first
+        ("forward", "all_reduce", 2 * chunks, 3 * number_bytes),  # max; target logit and sum-exp
+        ("backward", "all_reduce", blocks + head_calls, (blocks + 1) * hidden_bytes),
     ]
     if args.loss == "chunked":  # every chunk's forward again
-        rows += [("backward", "all_reduce", 2 * chunks, 3 * numbers)]
+        rows += [("backward", "all_reduce", 2 * chunks, 3 * number_bytes)]
     if args.recompute == "full":  # every layer's forward again, up to the MLP's g (see the top)
-        rows += [("backward", "all_reduce", layers, layers * hidden)]
-    _, _, replicas = head_range(model.config, group.rank(), group.size())
-    summed = ["q_norm", "k_norm"]  # Qwen3's, of one head: a rank's heads give a part
-    if replicas > 1:
-        summed += ["k_proj", "v_proj"]  # of replicated KV heads
+        rows += [("backward", "all_reduce", layers, layers * hidden_bytes)]
+    summed = ["q_norm", "k_norm"]  # Qwen3's, one weight for all heads: a rank's heads give a part
+    if group.size() > model.config.num_key_value_heads:
+        summed += ["k_proj", "v_proj"]  # of a KV head that several ranks share
     for name, parameter in model.named_parameters():
         if any(word in name for word in summed):
             rows += [("backward", "all_reduce", 1, parameter.nbytes)]
@@ -454,28 +499,39 @@ OPTIONS = {"--dtensor": {"action": "store_true", "help": "PyTorch's parallelize_
 OWN_MODES = {}  # of this script alone: {name: function(args, group) -> (summary, result)}
 
 
+def check_heads(config, world):
+    """UsageError where a model's heads cannot be dealt out to so many ranks."""
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    possible = [w for w in range(1, heads + 1) if w <= kv_heads or w % kv_heads == 0]
+    if world not in possible:
+        problem = f"{heads} heads with {kv_heads} KV heads cannot be split over {world} ranks"
+        raise UsageError(f"{problem}; use one of {', '.join(map(str, possible))} ranks")
+
+
 def finalize_args(args, world):
     """The script's own defaults; UsageError where world ranks cannot do it."""
     args.batch = args.batch or 3
-    head_range(args.config, 0, world)  # raises where they cannot
+    check_heads(args.config, world)
     if world > args.config.vocab_size:
-        raise UsageError(f"more ranks than vocabulary; {args.config.vocab_size} would do")
+        raise UsageError(f"more ranks than vocabulary; use at most {args.config.vocab_size}")
     sizes = [args.config.num_key_value_heads, args.config.intermediate_size, args.config.vocab_size]
     if args.dtensor and any(size % world for size in sizes):
         problem = f"{world} ranks do not divide KV heads, intermediate size and vocabulary {sizes}"
-        raise UsageError(f"--dtensor: {problem}; {math.gcd(*sizes)} would, or no --dtensor")
+        raise UsageError(f"--dtensor: {problem}; use {math.gcd(*sizes)} ranks, or no --dtensor")
 
 
 # ---- 5. Proof: from here on the same in tp.py, sp_megatron.py, sp_ulysses.py and pp.py -----------
 
-# Allowed relative errors. float64 is the proof; the others' rounding hides small mistakes
+# Allowed relative errors. float64 is the proof. Elsewhere rounding hides small mistakes, and small
+# tensors can be wholly wrong and pass: their error is relative to all of their kind (see compare())
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bfloat16": 2e-1}
-IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ  # or it is alone
+# A process that torchrun did not start is the only one, and prints, too
+IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ
 
 
 def print_table(rows):
     """Print rows, dicts with the same keys, in columns."""
-    table = [list(rows[0])]
+    table = [list(row) for row in rows[:1]]
     for row in rows:
         table.append([f"{x:.3g}" if isinstance(x, float) else str(x) for x in row.values()])
     widths = [max(map(len, column)) for column in zip(*table)]
@@ -485,7 +541,7 @@ def print_table(rows):
 
 
 def gather_objects(value, group):
-    """Every rank's value, in a list; it is a barrier, too. With --backend fake only its own."""
+    """Every rank's value, in a list; it is a barrier, too. Of a fake group only its own."""
     if dist.get_backend(group) == "fake":
         return [value]
     values = [None] * group.size()
@@ -494,32 +550,41 @@ def gather_objects(value, group):
 
 
 def upcasts_in_float64(args):
-    """A context for --dtype float64. HF computes norms and softmax in torch.float32 whatever the
-    model's dtype; in the context its code finds float64 under that name."""
-    if args.dtype != "float64":
-        return contextlib.nullcontext()
+    """A context for the proof, in which HF's model is otherwise untouched. HF computes norms and
+    softmax in torch.float32; with --dtype float64 its code finds float64 under that name."""
     family = args.config.model_type
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    names = vars(torch) | {"float32": torch.float64}
-    return mock.patch.object(modeling, "torch", SimpleNamespace(**names))
+    wide = torch.promote_types(getattr(torch, args.dtype), torch.float32)
+    return mock.patch.object(modeling, "torch", SimpleNamespace(**vars(torch) | {"float32": wide}))
 
 
+@contextlib.contextmanager
+def as_usage_error(what):
+    """A context, or decorator, that turns any exception (of broken files) into a UsageError. To
+    Python's own messages, which say little (KeyError: 'factor'), it adds the line of code."""
+    try:
+        yield
+    except (UsageError, torch.OutOfMemoryError):  # oom_search.py looks for the latter
+        raise
+    except Exception as problem:
+        said = f"{what}: {type(problem).__name__}: {problem}"
+        if isinstance(problem, LookupError | TypeError | AttributeError | ArithmeticError):
+            said += f", in: {traceback.extract_tb(problem.__traceback__)[-1].line}"
+        raise UsageError(said) from None
+
+
+@as_usage_error("cannot load the model")
 def load_model(args):
     """HF's model for causal language modeling on this rank's device: the same at every call."""
     torch.manual_seed(args.seed)
     auto, config = transformers.AutoModelForCausalLM, copy.deepcopy(args.config)
     how = {"dtype": getattr(torch, args.dtype), "attn_implementation": args.attn_implementation}
-    try:
-        if args.source is None:
-            with args.device:
-                return auto.from_config(config, **how).train()
-        how |= {"use_safetensors": True, "ignore_mismatched_sizes": True}  # reported below
-        how |= {"output_loading_info": True, "trust_remote_code": False}
-        model, loading = auto.from_pretrained(config=config, **args.source, **how)
-    except torch.OutOfMemoryError:  # oom_search.py looks for it
-        raise
-    except Exception as problem:  # of many kinds
-        raise UsageError(f"cannot load {args.model}: {type(problem).__name__}: {problem}") from None
+    if args.source is None:
+        with args.device:
+            return auto.from_config(config, **how).train()
+    how |= {"use_safetensors": True, "ignore_mismatched_sizes": True}  # reported below
+    how |= {"output_loading_info": True, "trust_remote_code": False}
+    model, loading = auto.from_pretrained(config=config, **args.source, **how)
     for kind, names in loading.items():  # missing, unexpected or mismatched keys
         if names:
             first = f"{len(names)} {kind}, {min(map(str, names))}"
@@ -549,135 +614,140 @@ def proof_batch(args, group, step=1):
     return ids.to(args.device), labels.to(args.device)
 
 
-def reference_step(model, ids, labels, group, args):
-    """train_step() of HF's untouched model on one device, with PyTorch's own loss in float64."""
-    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].double()
-    loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE)
+def reference_step(model, ids, labels):
+    """Logits, loss and norm of the gradient, by HF's untouched model on one device, with PyTorch's
+    own loss in float64."""
+    logits = model(input_ids=ids, use_cache=False).logits
+    targets = labels[:, 1:].flatten()
+    loss = F.cross_entropy(logits[:, :-1].double().flatten(0, 1), targets, ignore_index=IGNORE)
     loss.backward()
-    return loss.detach()
+    # The norm of all tensors' norms, in float64
+    norm = nn.utils.get_total_norm(p.grad.double().norm() for p in model.parameters())
+    return logits.detach(), loss.detach(), norm
 
 
-def sgd(model, lr):
-    """Plain SGD: Adam would hide a gradient that is too large by a factor."""
-    torch.optim.SGD(model.parameters(), lr, foreach=False).step()
-    model.zero_grad()
+def own_part(noted, tensor, full, group):
+    """What compare() has to know of this rank's part of a tensor: where in the full tensor it lies,
+    how many ranks have the same part, and its squared error. A tensor without notes is whole, and
+    on every rank."""
+    dim, start, end = getattr(noted, "shard", (0, 0, len(full)))
+    replicas = getattr(noted, "replicas", group.size())
+    right = full.narrow(dim, start, end - start)
+    error = tensor - right if tensor.shape == right.shape else torch.tensor(math.inf)
+    error = error.double().square().sum().item()
+    return SimpleNamespace(dim=dim, start=start, end=end, replicas=replicas, error=error)
 
 
-def take_steps(model, args, group, parallel):
-    """{(step, kind, name): tensor} of three SGD steps, by this script (parallel) or HF's model.
+def compare(step, kind, found, expected, args, group):
+    """Rows of --json. found, expected: {name: tensor} of this rank, of one device; of kind grad
+    {name: parameter}, whose .grad are compared. A row has the tensor's error over all ranks, and
+    its coverage: how often an element exists over all ranks, replicas counted once. Given is the
+    coverage that is farthest from 1: below 1 an element is lost, above 1 shards overlap."""
 
-    Each has mark()'s notes: which part of the full tensor it is. Step 3 has logits of up to
-    thousands, whose exp() overflows; it is in float64 only, since elsewhere rounding decides.
-    """
-    found = {}
-    step_function = train_step if parallel else reference_step
+    def value(noted):
+        tensor = noted.grad if kind == "grad" else noted
+        return torch.atleast_1d(local_tensor(tensor.detach(), noted))
 
-    def keep(step, kind, name, tensor, marked):  # marked: p for p.grad, whose shard it is
-        shard = getattr(marked, "shard", None)
-        replicas = getattr(marked, "replicas", group.size())  # not marked: every rank has all of it
-        tensor = torch.atleast_1d(full_tensor(tensor.detach()).to("cpu", copy=True))
-        found[step, kind, name] = mark(tensor, shard, replicas)
-
-    for name, p in model.named_parameters():  # before any step
-        keep(1, "weight", name, p, p)
-    for step in (1, 2, 3) if args.dtype == "float64" else (1, 2):
-        if step == 3:
-            model.model.norm.register_forward_hook(lambda module, x, out: 512 * out)
-        ids, labels = proof_batch(args, group, step)
-        with torch.no_grad():
-            logits = local_logits(model, ids, group, args) if parallel else model(ids).logits
-        if logits is not None:  # in pp.py only the last stage has them
-            keep(step, "logits", "logits", logits, logits)
-        loss = step_function(model, ids, labels, group, args)
-        keep(step, "loss", "loss", loss, loss)
-        # In the backward's order: the first wrong gradient is the nearest to its cause
-        for name, p in reversed(list(model.named_parameters())):
-            keep(step, "grad", name, p.grad, p)
-        norms = (p.grad.double().norm() for p in model.parameters())
-        norm = grad_norm(model, group) if parallel else nn.utils.get_total_norm(norms)
-        keep(step, "grad_norm", "grad_norm", norm, norm)
-        sgd(model, 0.05 * loss.item() / (norm.item() ** 2 or 1.0))  # about 5% less loss
-    return found
-
-
-def compare(found, expected, args, group):
-    """Rows of --json: the error of each tensor over all ranks, and its coverage.
-
-    Coverage: how often a tensor exists, replicas counted once. Below 1 a part is lost; above 1
-    shards overlap, or a rank has more than is noted.
-    """
-    errors = torch.zeros(len(expected), dtype=torch.float64)  # squared, on this rank
-    coverage = torch.zeros(len(expected), dtype=torch.float64)
-    squares = [full.double().square().sum().item() for full in expected.values()]
-    of_kind = Counter()  # {(step, kind): sum of squares}
-    for i, ((step, kind, name), full) in enumerate(expected.items()):
-        of_kind[step, kind] += squares[i]
-        if (step, kind, name) in found:  # it may be another rank's alone: a layer, a bias
-            tensor = found[step, kind, name]
-            dim, start, end = tensor.shard or (0, 0, len(full))
-            part = full.narrow(dim, start, end - start)
-            error = tensor - part if tensor.shape == part.shape else torch.tensor(math.inf)
-            errors[i] = error.double().square().sum() / tensor.replicas
-            coverage[i] = part.numel() / full.numel() / tensor.replicas
-    by_rank = torch.stack(gather_objects(errors, group))  # (P, tensors)
-    coverage = sum(gather_objects(coverage, group))
+    expected = {name: value(tensor) for name, tensor in expected.items()}
+    own = {}  # without what only other ranks have: a layer, a bias, logits
+    for name, noted in found.items():
+        if noted is not None:
+            own[name] = own_part(noted, value(noted), expected[name], group)
+    of_ranks = gather_objects(own, group)
+    squares = {name: full.double().square().sum().item() for name, full in expected.items()}
+    # An error is divided by the larger of the tensor's norm and 1e-3 (float64) or 1 (else) times
+    # the norm of all of its kind, since some are zero but for rounding. All is squared here
+    least = sum(squares.values()) * (1e-6 if args.dtype == "float64" else 1)
     rows = []
-    for i, (step, kind, name) in enumerate(expected):
-        # Relative to the tensor's norm. Some gradients are zero but for rounding: so divide by at
-        # least 1e-3 (float64) or 1 (else) times the norm of all of its kind. Norms are squared here
-        least = of_kind[step, kind] * (1e-6 if args.dtype == "float64" else 1)
-        error = math.sqrt(by_rank[:, i].sum() / (max(squares[i], least) or 1.0))
-        row = {"name": name, "kind": kind, "step": step, "rank": by_rank[:, i].argmax().item()}
-        row |= {"coverage": coverage[i].item(), "relative_error": error, "limit": LIMIT[args.dtype]}
+    for name, full in expected.items():
+        errors = torch.zeros(len(of_ranks), dtype=torch.float64)
+        exists = torch.zeros(full.shape, dtype=torch.float64)
+        for rank, parts in enumerate(of_ranks):
+            if part := parts.get(name):
+                errors[rank] = part.error / part.replicas
+                exists.narrow(part.dim, part.start, part.end - part.start).add_(1 / part.replicas)
+        coverage = exists.flatten()[(exists - 1).abs().argmax()].item()
+        error = math.sqrt(errors.sum() / (max(squares[name], least) or 1.0))
+        row = {"name": name, "kind": kind, "step": step, "rank": errors.argmax().item()}
+        row |= {"coverage": coverage, "relative_error": error, "limit": LIMIT[args.dtype]}
         close = error <= row["limit"]  # False for NaN
-        rows.append(row | {"passed": close and abs(row["coverage"] - 1) < 1e-9})
+        rows.append(row | {"passed": close and abs(coverage - 1) < 1e-9})
     return rows
 
 
 def check_correctness(args, group):
-    """Compare tensors of all steps on P ranks with those of HF's untouched model on every rank."""
-    expected = take_steps(load_model(args), args, group, parallel=False)
-    model = parallelize(load_model(args), group, args)
-    found = take_steps(model, args, group, parallel=True)
-    rows = compare(found, expected, args, group)
+    """Compare all tensors of three steps on P ranks with those of HF's model on every rank.
+
+    Step 3 has logits of up to thousands, whose exp() overflows; only float64 has this step, since
+    elsewhere rounding decides.
+    """
+    reference, model = load_model(args), parallelize(load_model(args), group, args)
+    expected, found = (dict(m.named_parameters()) for m in (reference, model))
+    # In the backward's order: the first wrong gradient is the nearest to its cause
+    backward_order = dict(reversed(expected.items()))
+    rows = compare(1, "weight", found, expected, args, group)  # before any step
+    result = {"tolerance": LIMIT[args.dtype]}
+    for step in (1, 2, 3) if args.dtype == "float64" else (1, 2):
+        if step == 3:
+            for m in (reference, model):
+                m.model.norm.register_forward_hook(lambda norm, x, out: 512 * out)
+        ids, labels = proof_batch(args, group, step)
+        right_logits, right_loss, right_norm = reference_step(reference, ids, labels)
+        with torch.no_grad():
+            logits = local_logits(model, ids, group, args)
+        loss = forward_backward(model, ids, labels, group, args)
+        norm = grad_norm(model, group)
+        rows += compare(step, "logits", {"logits": logits}, {"logits": right_logits}, args, group)
+        rows += compare(step, "loss", {"loss": loss}, {"loss": right_loss}, args, group)
+        rows += compare(step, "grad", found, backward_order, args, group)
+        rows += compare(
+            step, "grad_norm", {"grad_norm": norm}, {"grad_norm": right_norm}, args, group
+        )
+        if step == 1:
+            print(f"  loss        one device {right_loss:.8g}, parallel {loss:.8g}")
+            print(f"  grad_norm   one device {right_norm:.8g}, parallel {norm:.8g}")
+            result |= {"loss_reference": right_loss.item(), "loss": loss.item()}
+            result |= {"grad_norm_reference": right_norm.item(), "grad_norm": norm.item()}
+        lr = 0.05 * right_loss.item() / (right_norm.item() ** 2 or 1.0)  # about 5% less loss
+        for m in (reference, model):  # SGD: Adam would hide a gradient too large by a factor
+            torch.optim.SGD(m.parameters(), lr, foreach=False).step()
+            m.zero_grad()
     wrong = [row for row in rows if not row["passed"]]
     by_error = sorted(rows, key=lambda row: (row["passed"], -row["relative_error"]))  # wrong first
-    result = {"tolerance": LIMIT[args.dtype], "passed": not wrong, "worst": by_error[0]}
-    for name in ("loss", "grad_norm"):
-        one_device, parallel = (x[1, name, name].item() for x in (expected, found))
-        result |= {f"{name}_reference": one_device, name: parallel}
-        print(f"  {name:10}  one device {one_device:.8g}, parallel {parallel:.8g}")
     print(f"\n  {'Wrong' if wrong else 'The largest errors'}, of {len(rows)} tensors in all steps")
-    print("  (coverage: how often a tensor exists over all ranks, replicas counted once):")
+    print("  (coverage: how often each element exists over all ranks, replicas counted once):")
     print_table((wrong or by_error)[:8])
     summary = f"logits, loss and all gradients are within {LIMIT[args.dtype]} of one device's"
     if wrong:
         summary = f"{len(wrong)} of {len(rows)} tensors are wrong, the first: {wrong[0]['name']}"
-    return summary, result | {"tensors": rows}
+    return summary, result | {"passed": not wrong, "worst": by_error[0], "tensors": rows}
 
 
 def check_learning(args, group):
-    """Train one device and P ranks on the text of this file: the same losses, and they fall."""
-    reference = load_model(args)
-    model = parallelize(load_model(args), group, args)
+    """Train one device and P ranks on the text of this file: the same losses, and they fall. Every
+    other step's gradient is clipped, to half of its norm; in the others it is below the limit."""
+    reference, model = load_model(args), parallelize(load_model(args), group, args)
     text = torch.tensor(list(Path(__file__).read_bytes())) % args.config.vocab_size
     ids = text[torch.arange(args.batch * args.length) % len(text)]  # the same at each step
     ids = ids.view(args.batch, args.length).to(args.device)
-    losses, references = [], []
+    _, loss, norm = reference_step(reference, ids, ids)
+    lr = 0.07 * loss.item() / (norm.item() ** 2 or 1.0)
+    one_device = torch.optim.SGD(reference.parameters(), lr, foreach=False)
+    p_ranks = torch.optim.SGD(model.parameters(), lr, foreach=False)
+    ours, right = torch.zeros(2, 20, dtype=torch.float64)
     for step in range(20):
-        references.append(reference_step(reference, ids, ids, group, args).item())
-        losses.append(train_step(model, ids, ids, group, args).item())
-        print(f"  step {step:2}  one device {references[-1]:.6f}, parallel {losses[-1]:.6f}")
-        if step == 0:
-            lr = 0.07 * losses[0] / (grad_norm(model, group).item() ** 2 or 1.0)
-        sgd(model, lr)
-        sgd(reference, lr)
-    errors = [abs(ours / theirs - 1) for ours, theirs in zip(losses, references)]
-    errors = sum(gather_objects(errors, group), [])
-    fall = 1 - losses[-1] / losses[0]
-    close = all(error <= LIMIT[args.dtype] for error in errors)  # False for NaN
-    summary = f"losses within {max(errors):.1e} of one device's, and down by {fall:.0%}"
-    return summary, {"passed": close and fall > 0, "loss": losses, "loss_reference": references}
+        one_device.zero_grad()
+        _, right[step], norm = reference_step(reference, ids, ids)
+        max_norm = norm.item() * (0.5 if step % 2 else 2.0)
+        nn.utils.clip_grads_with_norm_(reference.parameters(), max_norm, norm)  # PyTorch's own
+        one_device.step()
+        ours[step] = train_step(model, p_ranks, ids, ids, group, args, max_norm)
+        print(f"  step {step:2}  one device {right[step]:.6f}, parallel {ours[step]:.6f}")
+    [row] = compare(20, "loss", {"loss": ours}, {"loss": right}, args, group)
+    fall = 1 - ours[-1].item() / ours[0].item()
+    result = {"passed": row["passed"] and fall > 0, "loss": ours.tolist()}
+    summary = f"losses within {row['relative_error']:.1e} of one device's, and down by {fall:.0%}"
+    return summary, result | {"loss_reference": right.tolist()}
 
 
 class Meter(TorchDispatchMode):
@@ -689,52 +759,53 @@ class Meter(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.calls, self.bytes = Counter(), Counter()
-        self.peak = 0
-        # PyTorch keeps a storage's Python object until it frees the storage: then it leaves this
+        self.messages, self.peak = Counter(), 0
+        # PyTorch keeps a storage's Python object as long as the storage: so an entry disappears
+        # when PyTorch frees the memory
         self.alive = weakref.WeakValueDictionary()
         self.see(gc.get_objects())  # what exists already
 
     def see(self, values):
         """Returns the tensors among values, and notes their storages. A DTensor has none itself."""
         tensors = [x for x in values if type(x) in (torch.Tensor, nn.Parameter)]
-        for storage in (x.untyped_storage() for x in tensors):
-            if storage._cdata not in self.alive:
-                self.alive[storage._cdata] = storage
-                # Summed anew, since fully_shard empties and fills storages in place
-                self.peak = max(self.peak, sum(x.nbytes() for x in self.alive.values()))
+        self.alive |= {x.untyped_storage()._cdata: x.untyped_storage() for x in tensors}
+        self.peak = max(self.peak, self.now())
         return tensors
+
+    def now(self):
+        """Bytes of all tensors alive."""
+        return sum(storage.nbytes() for storage in self.alive.values())
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(hasattr(kind, "full_tensor") for kind in types):
             return NotImplemented  # DTensor's own code runs; what it does to tensors comes here
         out = func(*args, **(kwargs or {}))
-        inputs = self.see(tree_leaves(args))
-        outputs = self.see(tree_leaves(out))
+        tensors = self.see(tree_leaves((args, out)))
         name = func._opname.replace("_", "")  # allreduce_, _allgather_base_, all_reduce
         for op in self.OPS:
             if "c10d" in func.namespace and name.startswith(op.replace("_", "")):
                 # all_to_all(out, in); of the others the larger tensor is the full one
-                message = inputs[-1:] if op == "all_to_all" else inputs + outputs
-                self.calls[op] += 1
-                self.bytes[op] += max(x.nbytes for x in message)
+                message = tensors[-1:] if op == "all_to_all" else tensors
+                self.messages[op, "count"] += 1
+                self.messages[op, "bytes"] += max(x.nbytes for x in message)
         return out
 
 
 def compare_traffic(forward, step, expected):
     """Rows of --json: the messages of this rank, beside the rows of expected_traffic(). The
-    backward's: those of a whole step minus those of a forward."""
+    backward's: those of a whole step without those of a forward."""
     rows = []
+    backward = Counter(step.messages)
+    backward.subtract(forward.messages)
     for phase, op in product(("forward", "backward"), Meter.OPS):
-        calls, size = forward.calls[op], forward.bytes[op]
-        if phase == "backward":
-            calls, size = step.calls[op] - calls, step.bytes[op] - size
+        sent = forward.messages if phase == "forward" else backward
         wanted = [entry[2:] for entry in expected if entry[:2] == (phase, op)]
-        row = {"phase": phase, "op": op, "count": calls, "bytes": size}
-        row["expected_count"] = sum(n for n, _ in wanted)
-        row["expected_bytes"] = sum(n for _, n in wanted)
-        row["passed"] = (calls, size) == (row["expected_count"], row["expected_bytes"])
-        if calls or row["expected_count"]:
+        row = {"phase": phase, "op": op, "count": sent[op, "count"], "bytes": sent[op, "bytes"]}
+        row["expected_count"] = sum(count for count, _ in wanted)
+        row["expected_bytes"] = sum(size for _, size in wanted)
+        same_count = row["count"] == row["expected_count"]
+        row["passed"] = same_count and row["bytes"] == row["expected_bytes"]
+        if row["count"] or row["expected_count"]:
             rows.append(row)
     return rows
 
@@ -743,83 +814,100 @@ def check_benchmark(args, group):
     """Time, peak memory and messages of forward and backward; messages as expected, to the byte."""
     model = parallelize(load_model(args), group, args)
     batch = proof_batch(args, group)
-    accelerator = torch.get_device_module(args.device)
+    device = torch.get_device_module(args.device)
     cuda = args.device.type == "cuda"
 
     def step(backward=True):
-        train_step(model, *batch, group, args, backward)
+        forward_backward(model, *batch, group, args, backward)
         model.zero_grad()
 
     with Meter() as forward:  # these two steps warm up, too
         step(backward=False)
     if cuda:
-        accelerator.reset_peak_memory_stats()  # loading had the full model
+        device.reset_peak_memory_stats()  # loading had the full model
     with Meter() as both:
         step()
-    ranks = gather_objects(group.rank(), group)  # 0 to P - 1; with --backend fake this one
-    peaks = gather_objects(accelerator.max_memory_allocated() if cuda else both.peak, group)
+    peaks = gather_objects(device.max_memory_allocated() if cuda else both.peak, group)
     traffic = compare_traffic(forward, both, expected_traffic(model, group, args))
     right = gather_objects(all(row["passed"] for row in traffic), group)
     result = {"passed": all(right), "peak_memory_bytes": peaks, "traffic": traffic}
     for name, backward in ("forward_s", False), ("forward_backward_s", True):
         times = []
         for _ in range(args.bench_iters):
-            accelerator.synchronize()
+            device.synchronize()
             gather_objects(None, group)  # the ranks begin together
             begin = time.perf_counter()
             step(backward)
-            accelerator.synchronize()
+            device.synchronize()
             times.append(max(gather_objects(time.perf_counter() - begin, group)))  # the slowest
         result[name] = {"median": statistics.median(times), "min": min(times), "max": max(times)}
-    label = "time" if cuda else "time (of a CPU: says nothing about GPUs)"
+    label = f"time on {args.device.type}" + " (says nothing about GPUs)" * (not cuda)
     print_table([{label: name} | result[name] for name in ("forward_s", "forward_backward_s")])
-    print_table([{"rank": rank, "peak memory, bytes": n} for rank, n in zip(ranks, peaks)])
-    if traffic:
-        print(f"\n  What rank {group.rank()} sends in a step; bytes are message bytes:")
-        print_table(traffic)
+    print("\n  peak memory of each rank, bytes:", *peaks)
+    print(f"\n  What rank {group.rank()} sends in a step; bytes are message bytes:")
+    print_table(traffic)
     result["tokens_per_s"] = args.batch * args.length / result["forward_backward_s"]["median"]
-    summary = f"{result['tokens_per_s']:.0f} tokens per second; messages as expected_traffic() says"
-    if not all(right):
-        summary = f"messages not as expected_traffic() says on rank {ranks[right.index(False)]}"
-    return summary, result
+    sent = "as expected_traffic() says" if all(right) else f"wrong on rank {right.index(False)}"
+    return f"{result['tokens_per_s']:.0f} tokens per second; messages {sent}", result
 
 
 # ---- 6. Command line -----------------------------------------------------------------------------
 
 MODES = {"correctness": check_correctness, "learning": check_learning, "benchmark": check_benchmark}
+# Files that do not have weights: a folder of config.json and these gets random ones
+NO_WEIGHTS = re.compile(
+    r".*config\.json|.*token.*|vocab.*|merges.*|.*template.*|.*\.md|LICENSE.*|\..*"
+)
 
 
+@as_usage_error("cannot use the model")
 def find_model(name):
     """The config of what --model names, and from_pretrained's keywords (None: random weights)."""
-    if name in PRESETS:
+    path, source = Path(name), {"pretrained_model_name_or_path": name}
+    has_config = (path / "config.json").exists()
+    if name in PRESETS and not has_config:
         family, *sizes = PRESETS[name]
         sizes = dict(zip(SIZES, sizes), max_position_embeddings=1 << 20, pad_token_id=2)
         sizes["sliding_window"] = None  # as Mistral 7B has it since v0.2
         spread = 0.8 / math.sqrt(sizes["hidden_size"])  # HF's 0.02 hides errors of attention
         return transformers.AutoConfig.for_model(family, **sizes, initializer_range=spread), None
-    path = Path(name)
-    source = {"pretrained_model_name_or_path": name}
-    if path.suffix == ".gguf":
+    if path.is_file():  # a .gguf
         source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    is_hub_id = "/" in name and name[0] not in "./~" and not path.exists()
-    if not (path.is_dir() or path.suffix == ".gguf" or is_hub_id):
-        raise UsageError(f"no model {name}: hub id, folder, .gguf, {', '.join(PRESETS)} would do")
-    try:  # the entries of config.json; no code that the model brings is run
-        entries, _ = transformers.PreTrainedConfig.get_config_dict(**source)
-        family = entries.get("model_type")
-        config = transformers.AutoConfig.for_model(**entries) if family in FAMILIES else None
-    except Exception as problem:  # of many kinds
-        raise UsageError(f"cannot read {name}: {type(problem).__name__}: {problem}") from None
-    if config is None:
-        would = f"{', '.join(FAMILIES)} would do (sp_ulysses.py and pp.py also take olmo2)"
-        raise UsageError(f"{name} is a model of type {family}; {would}")
-    if "quantization_config" in entries or (path / "adapter_config.json").exists():
-        raise UsageError(f"{name} is quantized or has an adapter; plain weights would do")
-    if entries.get("attention_dropout"):
+    elif path.is_dir() and not has_config:
+        there = ", ".join(sorted(file.name for file in path.iterdir())[:4])
+        deeper = [*path.glob("*/config.json"), *path.glob("*/*/config.json")]
+        instead = deeper[0].parent if deeper else "a folder that has it"
+        raise UsageError(f"no config.json in {name} ({there}); use {instead}")
+    elif not path.is_dir() and (name.count("/") != 1 or path.parent.exists()):  # no hub id
+        raise UsageError(f"no folder or file {name}; use one, a hub id or {', '.join(PRESETS)}")
+    config = transformers.AutoConfig.from_pretrained(**source, trust_remote_code=False)
+    if config.model_type not in FAMILIES:
+        raise UsageError(f"{name} is of type {config.model_type}; use one of {', '.join(FAMILIES)}")
+    if hasattr(config, "quantization_config") or (path / "adapter_config.json").exists():
+        raise UsageError(f"{name} is quantized or has an adapter; use plain weights")
+    if config.attention_dropout:
         print("attention_dropout is set to 0: ranks would not draw what one device draws")
         config.attention_dropout = 0.0
-    weights = [*path.glob("*.safetensors*"), *path.glob("*.bin*")]
-    return config, (None if path.is_dir() and not weights else source)
+    check_config(config)
+    files = [file for file in path.glob("*") if not NO_WEIGHTS.fullmatch(file.name)]
+    return config, (None if has_config and not files else source)
+
+
+def check_config(config):
+    """Raises where Hugging Face takes a config, but cannot compute with it. This is tried on two
+    tokens, on the device "meta", whose tensors have shapes and no data."""
+    numbers = vars(config) | (config.rope_parameters or {})
+    for key in (*SIZES[:-1], "sliding_window", "rope_theta", "factor"):  # HF lets some of them pass
+        number = numbers.get(key)
+        if number is not None and not (isinstance(number, int | float) and number >= 1):
+            raise UsageError(f"{key} is {number!r} in config.json; use a number, 1 or more")
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads % kv_heads:
+        raise UsageError(f"{heads} heads are no multiple of {kv_heads} KV heads in config.json")
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        if numbers.get("rope_type") != "dynamic":  # which looks at the positions' values
+            model(input_ids=torch.zeros(1, 2, dtype=torch.long))
 
 
 def parse(argv):
@@ -827,7 +915,7 @@ def parse(argv):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--mode", choices=[*MODES, "all", *OWN_MODES], default="correctness")
-    add("--model", default="tiny", help=f"{', '.join(PRESETS)}, a hub id, directory or .gguf file")
+    add("--model", default="tiny", help=f"{', '.join(PRESETS)}, a hub id, folder or .gguf file")
     add("--length", type=int, default=256, help="tokens per sequence (256)")
     add("--batch", type=int, help="sequences (3; pp.py: as many as microbatches)")
     add("--dtype", choices=list(LIMIT), help="float64 (the proof); for benchmark float32")
@@ -845,26 +933,34 @@ def parse(argv):
     for name, value in vars(args).items():
         least = {"seed": 0, "length": 2}.get(name, 1)  # one token has no next one to predict
         if type(value) is int and not least <= value < 1 << 31:
-            parser.error(f"--{name.replace('_', '-')} {value}: {least} to 2**31 - 1 would do")
+            parser.error(f"--{name.replace('_', '-')} {value}: use {least} to 2**31 - 1")
     if args.backend == "fake" and args.mode != "benchmark":
-        parser.error("--backend fake computes no real values: --mode benchmark only")
+        parser.error("--backend fake computes no real values; use it with --mode benchmark")
     if args.attn == "flash" and args.dtype != "bfloat16":
         parser.error("--attn flash needs --dtype bfloat16")
+    if args.json is not None and IS_RANK0:
+        is_new = not Path(args.json).exists()
+        with as_usage_error(f"cannot write --json {args.json}; use a file in a writable folder"):
+            open(args.json, "a").close()
+        if is_new:
+            Path(args.json).unlink()
     return args
 
 
+@as_usage_error("cannot start; use torchrun --nproc_per_node=2")
 def start(args):
     """Choose the device, read the model's config, join the other ranks; returns their group."""
     torchrun = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    given = [name for name in torchrun if name in os.environ]
-    if len(given) not in (0, 4) and args.backend != "fake":  # with fake some are set by hand
-        raise UsageError(f"of {', '.join(torchrun)} only {', '.join(given)} set; all would do")
-    rank, world, local_rank, local_world = (int(os.environ.get(k, n)) for k, n in torchrun.items())
+    if args.mode != "schedule":  # a mode of pp.py alone, of one process
+        torchrun = {name: os.environ.get(name, number) for name, number in torchrun.items()}
+    rank, world, local_rank, local_world = map(int, torchrun.values())
+    if not (0 <= rank < world and 0 <= local_rank < local_world):
+        raise UsageError(f"{torchrun} do not fit each other; use torchrun --nproc_per_node=2")
     gpus = torch.cuda.device_count()
     if args.backend == "auto":
         args.backend = "nccl" if gpus >= local_world else "gloo"
     if args.backend == "nccl" and gpus < local_world:
-        raise UsageError(f"--backend nccl needs {local_world} GPUs, here are {gpus}; try gloo")
+        raise UsageError(f"--backend nccl needs {local_world} GPUs, here are {gpus}; use gloo")
     args.device = torch.device("cpu")
     if gpus and args.backend in ("nccl", "fake"):
         args.device = torch.device("cuda", local_rank)
@@ -872,12 +968,11 @@ def start(args):
     args.attn_implementation = "flash_attention_2" if args.attn == "flash" else args.attn
     args.config, args.source = find_model(args.model)
     finalize_args(args, world)
-    store = None if given and args.backend != "fake" else dist.HashStore()  # None: torchrun's
-    if args.backend == "fake":
-        print(f"rank {rank} of {world} with silent peers: times exclude communication")
-    elif not given:
-        print(f"1 process; for more ranks: torchrun --nproc_per_node=2 {' '.join(sys.argv)}")
-    backend = "cpu:gloo,cuda:nccl" if args.backend == "nccl" else args.backend
+    alone = world == 1 or args.backend == "fake"
+    backend = "fake" if alone else "gloo"  # on one CPU no network is needed
+    if args.backend == "nccl":
+        backend = "cpu:gloo,cuda:nccl"
+    store = dist.HashStore() if alone else None  # None: torchrun's
     timeout = datetime.timedelta(seconds=args.timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     return dist.group.WORLD
@@ -891,11 +986,14 @@ def run(args, group):
     results |= {k: v for k, v in vars(args).items() if isinstance(v, str | int | None)}
     dtype = args.dtype
     modes = list(MODES) if args.mode == "all" else [args.mode]
+    model = f"{args.model} with {'its' if args.source else 'random'} weights"
     for mode in modes:
         args.dtype = dtype or ("float64" if mode in ("correctness", "learning") else "float32")
         job = f"{group.size()} rank{'s' * (group.size() > 1)} ({args.backend}, {args.device.type})"
-        size = f"{args.model}, {args.dtype}, {args.batch} x {args.length} tokens"
-        print(f"\n{mode}: {STRATEGY}, {job}, {size}")
+        size = f"{args.dtype}, {args.batch} x {args.length} tokens"
+        if mode == "schedule":  # of pp.py alone
+            job = "simulated"
+        print(f"\n{mode}: {STRATEGY}, {job}, {model}, {size}")
         with upcasts_in_float64(args):
             summary, result = (MODES | OWN_MODES)[mode](args, group)
         results[mode] = {"dtype": args.dtype} | result
@@ -903,7 +1001,7 @@ def run(args, group):
     results["dtype"] = results[modes[0]]["dtype"]
     if args.json and IS_RANK0:
         Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
-    gather_objects(None, group)  # rank 0 has written; torchrun ends all when one fails
+    gather_objects(None, group)  # until rank 0 has written, since torchrun ends all if one fails
     return all(results[mode]["passed"] for mode in modes)
 
 
@@ -919,10 +1017,13 @@ def main(argv=None):
         faulthandler.register(signal.SIGTERM, sys.__stderr__, chain=True)  # shows where a rank hung
         args = parse(argv)
         return 0 if run(args, start(args)) else 1
-    except (UsageError, OSError, ImportError) as problem:  # OSError: a full disk, a missing file
-        if not IS_RANK0:
-            faulthandler.unregister(signal.SIGTERM)  # it does not hang
-            time.sleep(30)  # torchrun ends all ranks as soon as one exits: let rank 0 print first
+    except Exception as problem:
+        is_usage = isinstance(problem, UsageError | OSError | ImportError)  # OSError: a full disk
+        if not IS_RANK0:  # torchrun ends all ranks as soon as one exits: let rank 0 print first
+            faulthandler.unregister(signal.SIGTERM)  # this rank does not hang
+            time.sleep(30 if is_usage else 2)  # 2: rank 0 may be about to say what caused this
+        if not is_usage:
+            raise
         print(f"error: {' '.join(str(problem).split())}", file=sys.stderr)
         return 2
     finally:

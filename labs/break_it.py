@@ -233,11 +233,11 @@ def overwritten_gradients(script):
     """A microbatch's gradients replace those of the one before instead of adding to them."""
 
     @instead_of(script.Pipeline)
-    def backward(right, self, action, grad):
+    def backward(right, self, action, received):
         for name, parameter in self.stages[action.stage].named_parameters():
             if "embed_tokens" not in name:  # tied to the head, it is in other stages, too
                 parameter.grad = None
-        return right(self, action, grad)
+        return right(self, action, received)
 
 
 @bug_of("pp")
@@ -251,8 +251,8 @@ def dropped_boundary_gradient(script):
     """The gradient that the second stage sends to the first is lost: zeros arrive."""
 
     @instead_of(script.Pipeline)
-    def backward(right, self, action, grad):
-        return right(self, action, grad * 0 if action.stage == 0 else grad)
+    def backward(right, self, action, received):
+        return right(self, action, received * 0 if action.stage == 0 else received)
 
 
 @bug_of("pp")
@@ -280,8 +280,8 @@ def local_layer_types(script):
     """Each stage gives its layers the types, full or sliding, of the model's first layers."""
 
     @instead_of(script.Stage)
-    def __init__(right, self, model, stage, stages):
-        right(self, model, stage, stages)
+    def __init__(right, self, model, stage, stage_count):
+        right(self, model, stage, stage_count)
         self.decoder.config = model.config
 
 
@@ -313,23 +313,27 @@ def no_op_parallelize(script):
     @instead_of(script)
     def parallelize(right, model, group, args):
         for parameter in model.parameters():  # in Ulysses they are replicated, as they should be
-            script.mark(parameter, replicas=group.size() if script.STRATEGY == "sp_ulysses" else 1)
+            parameter.replicas = group.size() if script.STRATEGY == "sp_ulysses" else 1
+            parameter.sum_over = None
         return model
 
     @instead_of(script)
-    def train_step(right, model, ids, labels, group, args, backward=True):
-        return script.reference_step(model, ids, labels, group, args)
+    def forward_backward(right, model, ids, labels, group, args, backward=True):
+        _, loss, _ = script.reference_step(model, ids, labels)
+        return loss
 
     @instead_of(script)
     def local_logits(right, model, ids, group, args):
-        return script.mark(model(input_ids=ids, use_cache=False).logits)
+        logits = model(input_ids=ids, use_cache=False).logits
+        logits.replicas = 1
+        return logits
 
 
 # ---- Running a script with a bug -----------------------------------------------------------------
 
 
 def pointless(name, script, args, world):
-    """Why a bug would change nothing with these options, and what would do; or None."""
+    """Why a bug would change nothing with these options, and which to use; or None."""
     options = vars(args)
     M = options.get("microbatches")
     if world == 1:
@@ -345,13 +349,13 @@ def pointless(name, script, args, world):
         counts = {int((part[:, 1:] != script.IGNORE).sum()) for part in labels.tensor_split(M)}
         if len(counts) == 1:
             enough = f"--batch {max(3, args.batch)} --microbatches {max(3, args.batch)}"
-            return f"is none where all {M} microbatches have as many targets; {enough} would do"
+            return f"is none where all {M} microbatches have as many targets: use {enough}"
     if name in QWEN3 and args.config.model_type != "qwen3":
-        return f"is none in a {args.config.model_type}; --model tiny would be made a Qwen3"
+        return f"is none in a {args.config.model_type}: use --model tiny, which becomes a Qwen3"
     if name == "swapped_labels" and args.batch == 1:
-        return "needs 2 sequences: --batch 2 would do"
+        return "needs 2 sequences: use --batch 2"
     if name == "untied_gradient" and not args.config.tie_word_embeddings:
-        return f"is none where embeddings are not tied, as in {args.model}; tiny's are"
+        return f"is none where embeddings are not tied, as in {args.model}: use --model tiny"
 
 
 def load(path):
@@ -396,7 +400,7 @@ def main():
     if script == "--list" or (bugs and bug == "--list"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the list without a traceback
         for name in BUGS if script == "--list" else [path.stem]:
-            nets = json.loads((Path(__file__).parent / "data/nets.json").read_text())[f"{name}.py"]
+            nets = json.loads((Path(__file__).parent / "data/nets.json").read_bytes())[f"{name}.py"]
             seen = {bug: ", ".join(nets.get(bug, ["?"])) for bug in BUGS[name]}
             lines = (f"  {b}\n      {BUGS[name][b].__doc__}\n      lab 15: {seen[b]}" for b in seen)
             if is_rank0:
@@ -407,9 +411,9 @@ def main():
         module = load(path)
         plant(bug, module)
         return module.main()
-    problem = f"no script {script or 'given'}: a path to {scripts} would do; --list names the bugs"
+    problem = f"no script {script or 'given'}: give a path to {scripts}; --list names the bugs"
     if path.is_file() and bugs:
-        problem = f"no bug {bug or 'given'} of {path.name}: {', '.join(bugs)} would do"
+        problem = f"no bug {bug or 'given'} of {path.name}: use one of {', '.join(bugs)}"
     if is_rank0:
         print(f"error: {problem}", file=sys.stderr)
     else:

@@ -386,11 +386,11 @@ def make_optimizers(own, chosen, group, lr):
 
 
 def tensor_parallel(model):
-    """own of a model that tp.py has sharded: its parameters have .shard, (dim, start, end).
+    """own of a model that tp.py has sharded: its shards have .shard, (dim, start, end).
 
     With more ranks than KV heads some hold the same rows of k and v: these would be joined twice.
     """
-    return {name: (p, p.shard[0] if p.shard else 0) for name, p in model.named_parameters()}
+    return {name: (p, getattr(p, "shard", (0,))[0]) for name, p in model.named_parameters()}
 
 
 def loss_of(model, ids):

@@ -61,7 +61,7 @@ from torch import nn
 
 # Copied from tp.py
 def all_reduce(x, group, op=dist.ReduceOp.SUM):
-    """The sum (or max) of x over ranks; not in place, since autograd may still need x."""
+    """The sum (or max) of x over ranks; not in place, since a forward must not change its input."""
     if group.size() == 1:
         return x
     x = x.clone(memory_format=torch.contiguous_format)
@@ -309,7 +309,7 @@ def vocab_range(vocab, rank, world):
     Raises ValueError where a rank would hold none.
     """
     if vocab < world:
-        raise ValueError(f"{vocab} tokens cannot be cut over {world} ranks; {vocab} ranks would do")
+        raise ValueError(f"{vocab} tokens cannot be cut over {world} ranks: use {vocab} ranks")
     return split(vocab, rank, world)
 
 

@@ -73,7 +73,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 # Copied from tp.py
 def all_reduce(x, group, op=dist.ReduceOp.SUM):
-    """The sum (or max) of x over ranks; not in place, since autograd may still need x."""
+    """The sum (or max) of x over ranks; not in place, since a forward must not change its input."""
     if group.size() == 1:
         return x
     x = x.clone(memory_format=torch.contiguous_format)

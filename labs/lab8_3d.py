@@ -56,7 +56,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-Unusable = ValueError  # sizes that cannot work; the message says which would
+Unusable = ValueError  # sizes that cannot work; the message says which to use
 IGNORE = -100  # a target that does not count: HF's and PyTorch's convention
 
 # --------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def make_groups(sizes, config):
 
 # Copied from tp.py
 def all_reduce(x, group, op=dist.ReduceOp.SUM):
-    """The sum (or max) of x over ranks; not in place, since autograd may still need x."""
+    """The sum (or max) of x over ranks; not in place, since a forward must not change its input."""
     if group.size() == 1:
         return x
     x = x.clone(memory_format=torch.contiguous_format)
@@ -162,7 +162,8 @@ class GatherFromSPRegion(torch.autograd.Function):
 
 # Copied from sp_megatron.py
 class ReduceScatterToSPRegion(torch.autograd.Function):
-    """The paper's g-bar. It sums over the ranks: the gradient of each addend is that of the sum."""
+    """The paper's g-bar. y is the sum of the ranks' partial results, so the gradient of each is all
+    of dy. A rank has dy of its own tokens, and gathers the rest."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -196,8 +197,8 @@ def head_range(config, rank, world):
     works = [w for w in range(1, heads + 1) if w <= kv_heads or w % kv_heads == 0]
     if world not in works:
         raise Unusable(
-            f"{heads} heads with {kv_heads} KV heads cannot be split over {world} ranks; "
-            f"these rank counts would do: {', '.join(map(str, works))}"
+            f"{heads} heads with {kv_heads} KV heads cannot be split over {world} ranks: "
+            f"use {', '.join(map(str, works))} ranks"
         )
     if world <= kv_heads:
         k0, k1 = split(kv_heads, rank, world)
@@ -273,21 +274,23 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(ctx, logits, target, start, group):
         wide = torch.promote_types(logits.dtype, torch.float32)
         peak = all_reduce(logits.max(-1, keepdim=True).values.to(wide), group, dist.ReduceOp.MAX)
-        shifted = logits - peak  # at most 0: exp stays finite
-        elsewhere = (target < start) | (target >= start + logits.shape[-1])
-        column = (target - start).masked_fill(elsewhere, 0)[:, None]
-        target_logit = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0)
+        shifted = logits - peak  # at most 0, so exp() stays finite
+        not_mine = (target < start) | (target >= start + logits.shape[-1])
+        local_target = (target - start).masked_fill(not_mine, 0)[:, None]
+        target_logit = shifted.gather(-1, local_target)[:, 0].masked_fill(not_mine, 0)
         both = torch.stack([target_logit, shifted.exp_().sum(-1)])
         target_logit, sum_exp = all_reduce(both, group)
-        # Saved apart, since rounding of peak + log(sum_exp) would swamp a small 1 - softmax
-        ctx.save_for_backward(logits, column, elsewhere, peak, sum_exp)
+        # Save peak and sum_exp apart: rounding one number, peak + log(sum_exp), can change it by
+        # more than a target's whole gradient, softmax - 1
+        ctx.save_for_backward(logits, local_target, not_mine, peak, sum_exp)
         return sum_exp.log() - target_logit
 
     @staticmethod
     def backward(ctx, grad):  # d loss / d logits = softmax - one_hot(target): no communication
-        logits, column, elsewhere, peak, sum_exp = ctx.saved_tensors
+        logits, local_target, not_mine, peak, sum_exp = ctx.saved_tensors
         softmax = (logits - peak).exp_().div_(sum_exp[:, None])
-        softmax.scatter_add_(-1, column, elsewhere[:, None].to(softmax.dtype) - 1)
+        is_mine = (~not_mine[:, None]).to(softmax.dtype)  # (n, 1): 1 or 0
+        softmax.scatter_add_(-1, local_target, -is_mine)
         return softmax.mul_(grad[:, None]).to(logits.dtype), None, None, None
 
 

@@ -24,7 +24,7 @@ pp_finalize_args = pp.finalize_args
 class TorchPipeline:
     """In the place of pp.Pipeline."""
 
-    def __init__(self, model, group, args, left_to_w):
+    def __init__(self, model, group, args):
         self.rank, self.P, self.group, self.args = group.rank(), group.size(), group, args
         self.stage, self.dtype = pp.Stage(model, self.rank, self.P), model.dtype
         self.current = SimpleNamespace(loss_fn=None)  # of a run; not self: no reference cycle
@@ -67,11 +67,12 @@ def finalize_args(args, world):
     """pp.finalize_args(); UsageError for what PyTorch's engine does not run."""
     pp_finalize_args(args, world)
     if args.backend == "fake":
-        raise pp.UsageError("PyTorch's engine waits for other ranks: --backend gloo would do")
+        raise pp.UsageError("PyTorch's engine waits for other ranks: use --backend gloo")
     if args.schedule not in ("afab", "1f1b") or args.batch % args.microbatches:
-        raise pp.UsageError("PyTorch's engine: --schedule afab or 1f1b, microbatches of one size")
+        how = "use --schedule afab or 1f1b, microbatches of one size"
+        raise pp.UsageError(f"for PyTorch's engine {how}")
     if args.schedule == "1f1b" and world > args.microbatches:
-        raise pp.UsageError(f"PyTorch's 1f1b takes a microbatch a rank: --microbatches {world}")
+        raise pp.UsageError(f"PyTorch's 1f1b takes a microbatch a rank: use --microbatches {world}")
 
 
 pp.Pipeline, pp.finalize_args = TorchPipeline, finalize_args

@@ -23,17 +23,23 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from forks import ROOT, compiled, on_ranks, prepare, run_script
-from forks import STRATEGIES as SCRIPTS
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
+from forks import ROOT, compiled, on_ranks, prepare, run_script  # noqa: E402
+from forks import STRATEGIES as SCRIPTS  # noqa: E402
 
 WAIT = ["--timeout", "20"]  # a rank that waits longer for another one ends
 NOT_RUN = {  # what correctness without further options never runs; each has tests of its own
     "expected_traffic": "benchmark mode's formula",
     "finalize_args": "refuses what cannot work, and fills in defaults",
-    "parallelize_dtensor": "--dtensor",
+    "shard_model_by_dtensor": "--dtensor",
+    "check_heads": "refuses what cannot work",
     "bubble_formula": "--mode schedule",
     "bubble": "--mode schedule",
+    "no_formula": "--mode schedule",
     "most_in_flight": "--mode schedule",
+    "peak_kept": "--mode schedule",
+    "kept_bytes": "--mode schedule",
+    "attention_on_meta": "--mode schedule",
     "simulate": "--mode schedule",
     "show_schedule": "--mode schedule",
     "draw": "--mode schedule",
@@ -81,19 +87,21 @@ PLAIN = [  # (ranks, model and options)
     (2, f"shared_kv {LONG} --dtype bfloat16"),
     (1, f"shared_kv {LONG}"),
     (2, "longrope --length 20 --batch 3"),  # step 2 has 13 tokens
+    (2, f"own_kv {LONG} --mode learning"),  # train_step()
 ]
 CUT = "--length 13 --batch 5 --microbatches 3"
 PIPELINES = [
     (2, f"deep --schedule zb {CUT}"),
     (2, f"deep --schedule 1f1b {CUT}"),
     (3, f"deep --schedule interleaved {CUT}"),
-    (2, f"deep --schedule interleaved {CUT}"),
+    (2, f"deep --schedule interleaved {CUT[:-1]}4"),
     (2, f"deep_untied --schedule afab --loss full --recompute none {CUT}"),
     (3, f"deep --schedule 1f1b {CUT}"),
     (3, f"deep --schedule zb {CUT}"),
     (4, f"deep --schedule zb {CUT}"),  # more ranks than microbatches
     (1, f"deep --schedule interleaved {CUT}"),  # all stages on one
     (2, f"deep --schedule zb --dtype bfloat16 {CUT}"),
+    (2, f"even --schedule 1f1b --mode learning {CUT}"),
 ]
 TRIALS = dict.fromkeys(SCRIPTS, PLAIN) | {"pp.py": PIPELINES}
 TRIALS["sp_ulysses.py"] = [*PLAIN, (3, f"own_kv {LONG} --shard-weights")]

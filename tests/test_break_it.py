@@ -65,9 +65,9 @@ CAUGHT_TOO = [
 SAME = ["mean_of_means", "--batch", "6", "--microbatches", "2"]
 NONE = [  # and what is said of it
     *((["tp.py", bug, "--dtensor"], "is a bug of our own code") for bug in TP[:7]),
-    (["pp.py", "local_layer_types", "--model", "even"], "is none in a llama; --model tiny would"),
+    (["pp.py", "local_layer_types", "--model", "even"], "is none in a llama: use --model tiny"),
     *((["pp.py", bug, "--microbatches", "1"], "needs 2 micro") for bug in PP[:3]),
-    (["pp.py", *SAME], "is none where all 2 microbatches have as many targets; --batch 6 --micro"),
+    (["pp.py", *SAME], "is none where all 2 microbatches have as many targets: use --batch 6 --"),
     (["pp.py", "swapped_labels", "--batch", "1"], "needs 2 sequences"),
     (["pp.py", "untied_gradient", "--model", "own_kv"], "is none where embeddings are not"),
 ]
@@ -125,10 +125,10 @@ def test_the_list_is_of_the_bugs_tested():
 
 
 TELLS = [
-    ("", "no script given: a path to tp.py, sp_megatron.py, sp_ulysses.py, pp.py would do"),
-    ("oom_search.py wrong_shard", "no script oom_search.py: a path to tp.py"),
-    ("tp.py", "no bug given of tp.py: missing_backward_all_reduce, "),
-    ("tp.py untied_gradient", "no bug untied_gradient of tp.py: missing_backward_"),
+    ("", "no script given: give a path to tp.py, sp_megatron.py, sp_ulysses.py, pp.py; --list"),
+    ("oom_search.py wrong_shard", "no script oom_search.py: give a path to tp.py"),
+    ("tp.py", "no bug given of tp.py: use one of missing_backward_all_reduce, "),
+    ("tp.py untied_gradient", "no bug untied_gradient of tp.py: use one of missing_backward_"),
     ("tp.py wrong_shard", "wrong_shard needs 2 ranks: start it with torchrun"),
     ("pp.py wrong_layers --mode schedule", "argument --mode: invalid choice"),
 ]

@@ -24,8 +24,8 @@ def test_there_are_mutants_of_every_script_and_the_excuses_are_of_some():
     [
         ("a collective is dropped", "tp.py:ReduceFromTPRegion.forward: all_reduce(x, group) -> x"),
         ("or doubled", "sp_megatron.py:GatherFromSPRegion.forward: all_gather(x, group) -> all_g"),
-        ("f and g are swapped", "tp.py:enter_block: copy_to_tp_region -> reduce_from"),
-        ("an offset", "tp.py:parallelize: q0 * d -> q0 // d"),
+        ("f and g are swapped", "tp.py:shard_model.f: copy_to_tp_region -> reduce_from"),
+        ("an offset", "tp.py:shard_model: q0 * d -> q0 // d"),
         ("a gradient is not summed", "tp.py:sum_gradients: dist.all_reduce(parameter.grad"),
         ("an action of a schedule", 'pp.py:afab: yield Action("B", rank, m) -> pass'),
     ],

@@ -13,7 +13,7 @@ NARROW |= {"num_key_value_heads": 1}
 SHORT = "--length 2 --dtype float32 --loss full --recompute none --bench-iters 1"
 FEWER = {  # than 20 steps; and the silent peers send no loss
     "for step in range(20)": "for step in range(2)",
-    "losses[-1] / losses[0]": "losses[-1] / (losses[0] or 1)",
+    "ours[-1].item() / ours[0].item()": "ours[-1].item() / (ours[0].item() or 1)",
 }
 ON_A_GPU = {  # what --mode bubble does there; and the silent peers send no timeline
     'model.pipeline.synchronize = args.device.type == "cuda"': "model.pipeline.synchronize = True",
@@ -30,10 +30,12 @@ def found(ranks, tmp_path):
 
     def find(world, command, put=None, layers=2):
         config = SMALL | NARROW | {"num_hidden_layers": layers}
-        (tmp_path / "config.json").write_text(json.dumps(config))
+        model = tmp_path / "model"
+        model.mkdir(exist_ok=True)
+        (model / "config.json").write_text(json.dumps(config))
         words = f"{command} {SHORT}".split()
         script, *argv = (f"{ranks.folder}/{word}" if word in MODELS else word for word in words)
-        argv += [] if "--model" in argv else ["--model", str(tmp_path)]
+        argv += [] if "--model" in argv else ["--model", str(model)]
         source = changed(script, FEWER | (ON_A_GPU if script == "pp.py" else {}) | (put or {}))
         file = tmp_path / "found.json"
         codes, output = ranks.live(1, nccl.report, script, source, argv, world, str(file))
@@ -54,7 +56,7 @@ def cycles(what):
 
 @pytest.mark.parametrize("mode", ["all", "bubble"])
 @pytest.mark.parametrize(
-    "size", [("afab", 3, 2, 1), ("1f1b", 2, 1, 1), ("zb", 3, 4, 1), ("interleaved", 2, 3, 2)]
+    "size", [("afab", 3, 2, 1), ("1f1b", 2, 1, 1), ("zb", 3, 4, 1), ("interleaved", 2, 4, 2)]
 )
 def test_a_pipeline_does_not_hang(found, size, mode):
     what = pipeline(found, *size, mode=mode)
@@ -69,6 +71,8 @@ def test_a_pipeline_does_not_hang(found, size, mode):
 )
 def test_no_pipeline_hangs(found, schedule, P, V):
     for M, mode in product(range(1, 14), ("all", "bubble")):
+        if schedule == "interleaved" and M % P:
+            continue  # refused
         assert cycles(pipeline(found, schedule, P, M, V, mode)) == NONE, (M, mode)
 
 
@@ -77,11 +81,19 @@ RECV = SEND.replace("send", "recv").replace("receiver", "sender")
 CHANNEL = "channel = dist.new_group([sender, receiver], timeout)"
 MEMBER = "if ranks[group.rank()] in (sender, receiver): "
 SYNC = "torch.cuda.current_stream().synchronize()"
+POST, AFTER = "incoming = self.start_receiving(next_action)", "            self.after_action()\n"
+LATE = {  # a rank waits for its message to leave, and then posts its next receive
+    "sending.append((dist.isend(tensor, peer, channel), tensor))": (
+        "dist.isend(tensor, peer, channel).wait()"
+    ),
+    f"            {POST}  # it can arrive during this action\n": "",
+    AFTER: f"            {POST}\n{AFTER}",
+}
 HANGS = [  # what makes a pipeline hang; schedule, P, M, V, mode; where; what stands in the cycle
     ({SYNC: "torch.cuda.synchronize()"}, ("1f1b", 2, 4, 1, "bubble"), HOW, "host, sync"),
     ({SEND: "pass", RECV: "pass"}, ("1f1b", 2, 1, 1, "learning"), HOW[::2], "making of"),
     ({CHANNEL: f'if kind == "F": {CHANNEL}'}, ("1f1b", 2, 4, 1, "learning"), HOW, "message"),
-    ({"len(sending) == self.P": "sending"}, ("interleaved", 4, 11, 2, "learning"), HOW, "message"),
+    (LATE, ("1f1b", 2, 4, 1, "learning"), HOW, "message"),
     ({CHANNEL: f"{MEMBER}{CHANNEL}"}, ("afab", 3, 2, 1, "learning"), HOW, "new group [0, 1]"),
 ]
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from contextlib import nullcontext
 from types import ModuleType
@@ -14,9 +13,9 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, changed
+from conftest import changed
 from forks import MODELS, ROOT, SMALL, STRATEGIES
-from test_oom_search import command, folder, journal, run, wait_for  # noqa: F401
+from test_oom_search import folder, journal, run, started, wait_for  # noqa: F401
 from test_proof import load
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import BackwardCFunction
@@ -117,12 +116,14 @@ def test_all_tensors_of_a_proof_are_where_they_should_be(ranks, script, world):
 
 
 TWO_DEVICES = "found (at least )?two (different )?devices"
-KEPT = '.to("cpu", copy=True)'  # of a gradient's norm, which is the host's, and one device's
+NORM = ".square().sum()"  # of a gradient
 LABELS = "return ids.to(args.device), labels.to(args.device)"
-COLUMN = "softmax.scatter_add_(-1, column"  # in a backward
+COLUMN = "softmax.scatter_add_(-1, local_target"  # in a backward
 ON_THE_CPU = [(script, LABELS, "return ids.to(args.device), labels") for script in STRATEGIES]
-ON_THE_CPU += [(script, KEPT, ".clone()") for script in STRATEGIES]
-ON_THE_CPU += [("tp.py", COLUMN, f"{COLUMN}.cpu()"), ("pp.py", "device=ids[0].device)", ")")]
+ON_THE_CPU += [
+    (script, f"{NORM} / p.replicas", f"{NORM}.cpu() / p.replicas") for script in STRATEGIES
+]
+ON_THE_CPU += [("tp.py", COLUMN, f"{COLUMN}.cpu()"), ("pp.py", "device=ids.device)", ")")]
 
 
 @cuda_build
@@ -212,14 +213,16 @@ def flash_is_sdpa(script, put, options):
     flash_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2] |= there
     script = load(script, put)
     args, group = parsed(script, *options, "--attn", "flash", "--dtype", "bfloat16")
-    args.dtype, args.attn_implementation = "float64", "sdpa"
+    args.dtype, kinds = "float64", iter(["sdpa", "flash_attention_2"])  # reference, model
+
+    def load_model(args, right=script.load_model):
+        args.attn_implementation = next(kinds)
+        return right(args)
+
+    script.check_correctness.__globals__["load_model"] = load_model
     with script.upcasts_in_float64(args):
-        expected = script.take_steps(script.load_model(args), args, group, parallel=False)
-        args.attn_implementation = "flash_attention_2"
-        model = script.parallelize(script.load_model(args), group, args)
-        found = script.take_steps(model, args, group, parallel=True)
-    rows = script.compare(found, expected, args, group)
-    assert all(row["passed"] for row in rows), "other than sdpa"
+        _, result = script.check_correctness(args, group)
+    assert result["passed"], "other than sdpa"
     assert flash_utils._loaded_implementation == args.attn_implementation, "flash was not used"
 
 
@@ -239,12 +242,14 @@ def test_flash_attention_is_given_what_sdpa_is(ranks, tmp_path, script, world, b
     assert codes == [0] * world, output
 
 
-ENTER = 'return args, kwargs | {"hidden_states": hidden}'
 STOCK = "mask, **others)\n    return heads_to_tokens"
 RESTART = '| {"position_ids": %s["position_ids"] %% 5}'
+HEAD = "        d = attention.head_dim\n"
+HOOK = f"{HEAD}        attention.register_forward_pre_hook(lambda module, args, kwargs: "
+HOOK += f"(args, kwargs {RESTART % 'kwargs'}), with_kwargs=True)\n"
 WRONG = [  # as if texts of five tokens had been packed. sdpa does not look at positions
-    ("tp.py", ENTER, f"{ENTER} {RESTART % 'kwargs'}"),
-    ("sp_megatron.py", ENTER, f"{ENTER} {RESTART % 'kwargs'}"),
+    ("tp.py", HEAD, HOOK),
+    ("sp_megatron.py", HEAD, HOOK),
     ("sp_ulysses.py", STOCK, STOCK.replace("**others", f"**(others {RESTART % 'others'})")),
 ]
 
@@ -261,20 +266,22 @@ def test_a_wrong_position_is_found(ranks, script, old, new):
 # --------------------------------------------------------------------------------------------------
 
 GPU = """
-def add(self, key, size, logits=False, add=Tracker.add):
+def add(self, key, size, part, add=LiveTensors.add):
     ours.append(self)
     if self.now + size > limit[-1]:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate %d bytes" % size)
-    add(self, key, size, logits)
+    add(self, key, size, part)
 
-ours, limit, Tracker.add = [], [2**30], add
-properties, fraction = SimpleNamespace(total_memory=2**30), lambda x, _: limit.append(x * 2**30)
+ours, limit, LiveTensors.add = [], [2**30], add
+properties = type("Properties", (), {"total_memory": 2**30})
 torch.cuda.get_device_properties, torch.cuda.device_count = lambda *_: properties, lambda: 0
-torch.cuda.set_per_process_memory_fraction = fraction
+torch.cuda.set_per_process_memory_fraction = lambda x, _: limit.append(x * 2**30)
 torch.cuda.max_memory_allocated = lambda: ours[-1].peak
 torch.cuda.reset_peak_memory_stats = torch.cuda.synchronize = lambda: None
-"""  # what a step asks of torch.cuda, where its tensors are the CPU's and Tracker is the allocator
-ON_IT = {'cuda = args.device.type == "cuda"': "cuda = not predicted", 'else "spawn"': 'else "fork"'}
+
+"""  # what a step asks of torch.cuda, where tensors are the CPU's and LiveTensors the allocator
+ON_IT = {"# ---- 2.": f"{GPU}# ---- 2.", 'elif args.device.type == "cuda"': "elif True"}
+ON_IT |= {'    if args.device.type == "cuda"': "    if True"}
 
 
 @pytest.mark.slow
@@ -283,23 +290,23 @@ def test_a_search_finds_the_limit_and_goes_on_after_a_kill(folder, how, gpus, st
     """The real scripts. This proves the search, and the calls: a real allocator needs a GPU."""
     for script in ("pp.py", "sp_megatron.py"):
         shutil.copy(ROOT / script, folder)
-    source = changed("oom_search.py", ON_IT).replace("# ---- 2.", GPU + "\n\n# ---- 2.")
-    (folder / "oom_search.py").write_text(source)
-    options = ["--how", how, "--model", "tiny", "--memory-gib", "0.01", "--strategy", strategy]
-    search = gpus, [*options, "--nproc", "2", "--lo", "1024"]
-    job = subprocess.Popen(command(search), cwd=folder, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
+    (folder / "oom_search.py").write_text(changed("oom_search.py", ON_IT))
+    tensors = folder / "labs" / "memory" / "live_tensors.py"
+    tensors.write_text(tensors.read_text().replace('self.device == "cuda"', "True"))
+    options = f"--how {how} --model tiny --memory-gib 0.01 --strategy {strategy} --nproc 2"
+    search = gpus, options
+    job = started(folder, search)
     wait_for(lambda: (folder / ".oom_search.jsonl").exists() and journal(folder), 300)
     job.kill()
-    job.wait()
-    [row] = run(folder, search)[1][0]["results"]
+    job.communicate()
+    [row] = run(folder, search)[2][0]["results"]
     known = [json.dumps(entry["case"], sort_keys=True) for entry in journal(folder)]
     assert len(known) == len(set(known)) > 2, "what ran before the kill did not run again"
     assert {entry["result"]["verdict"] for entry in journal(folder)} == {"ran", "oom"}
     assert (row["how"], row["too_long"] - row["longest"]) == (how, 16)
     if how == "emulated":  # gloo's threads let go of a message at some later moment
         assert sum(row["breakdown"].values()) == max(row["peak_memory_bytes"]) <= 0.01 * 2**30
-        options[options.index("0.01")] = "1"
-        at = ["--nproc", "2", "--at", str(row["longest"]), str(row["too_long"])]
-        [row] = run(folder, (gpus, [*options, *at]))[1][0]["results"]
+        at = f"--memory-gib 1 --at {row['longest']} {row['too_long']}"
+        [row] = run(folder, (gpus, f"{options} {at}"))[2][0]["results"]
         fits, does_not = (max(entry["peak_memory_bytes"]) for entry in row["at"])
         assert fits <= 0.01 * 2**30 < does_not

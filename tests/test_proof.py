@@ -23,17 +23,15 @@ MLP = {
     "mlp.gate_proj = ColumnParallelLinear(mlp.gate_proj, i0, i1)": "pass",
     "mlp.up_proj = ColumnParallelLinear(mlp.up_proj, i0, i1)": "pass",
     "mlp.down_proj = RowParallelLinear(mlp.down_proj, i0, i1, group)": "pass",
-    "for block in (attention, mlp):": "for block in (attention,):",
-    "    tied = model.lm_head.weight is model.model.embed_tokens.weight\n"
-    "    model.model": "    for layer in model.model.layers:\n"
-    "        for p in layer.mlp.parameters(): mark(p{})\n"
-    "    tied = model.lm_head.weight is model.model.embed_tokens.weight\n    model.model",
 }
-WHOLE = {old: new.format("") for old, new in MLP.items()}
-WHOLE_SUMMED = {old: new.format(", sum_over=group") for old, new in MLP.items()}
+F_OR_G = "        layer.post_attention_layernorm.register_forward_hook({})\n"
+WHOLE = MLP | {F_OR_G.format("f"): ""}
+SUMMED = "parameter.sum_over = 1, {} if 'mlp' in name else None"
+WHOLE_SUMMED = MLP | {F_OR_G.format("g"): ""}
+WHOLE_SUMMED |= {"parameter.sum_over = 1, None": SUMMED.format("all_ranks")}
 LATER = """
-def train_step(*args, right=train_step, calls=[], **more):
-    calls.append(1)  # its first loss is right, from which the learning rate is made
+def forward_backward(*args, right=forward_backward, calls=[], **more):
+    calls.append(1)
     wrong = args[3].rank() > 0 and len(calls) > 1
     return right(*args, **more) * (1.01 if wrong else 1)
 """
@@ -44,7 +42,7 @@ def sum_gradients(model, right=sum_gradients):
         next(p for p in model.parameters() if p.grad is not None).grad.mul_(1.01)
 """
 KEPT = """
-def train_step(model, ids, labels, *others, right=train_step, kept=[]):
+def forward_backward(model, ids, labels, *others, right=forward_backward, kept=[]):
     kept.append(({what}).detach())
     {what} = kept[0][:, : ids.shape[1]]  # the first step's, as long as this one's
     return right(model, ids, labels, *others)
@@ -84,7 +82,7 @@ SABOTAGES = [
         TP,
         {
             "(ids >= self.end)": "(ids > self.end)",
-            "(ids - self.start).masked_fill(elsewhere, 0)": "(ids - self.start).clamp(0, "
+            "(ids - self.start).masked_fill(not_mine, 0)": "(ids - self.start).clamp(0, "
             "len(self.weight) - 1)",
         },
     ),
@@ -93,7 +91,7 @@ SABOTAGES = [
         ["sp_megatron.py"],
         {
             "(target >= start + logits.shape[-1])": "(target > start + logits.shape[-1])",
-            "(target - start).masked_fill(elsewhere, 0)": "(target - start).clamp(0, "
+            "(target - start).masked_fill(not_mine, 0)": "(target - start).clamp(0, "
             "logits.shape[-1] - 1)",
         },
     ),
@@ -117,7 +115,7 @@ SABOTAGES = [
     (
         "the gradient norm is of one tensor",
         ["tp.py", "pp.py"],
-        {"        total += full_tensor(p.grad)": "        total = full_tensor(p.grad)"},
+        {"torch.stack(squares).sum()": "squares[-1]"},
     ),
     ("no MLP is sharded", ["tp.py"], WHOLE),
     ("no MLP is sharded", ["sp_megatron.py"], WHOLE_SUMMED),
@@ -176,8 +174,8 @@ def test_correctness_sees_with_its_default_options(ranks, what, script, put):
 
 @pytest.mark.parametrize("script", TP)
 def test_traffic_sees_a_sum_that_is_left_out(ranks, script):
-    """The formula asks names, not the marks by which sum_gradients() knows what to sum."""
-    put = {"sum_over=group if world > 1 else None": "sum_over=None"}
+    """The formula asks names, not the notes by which sum_gradients() knows what to sum."""
+    put = {"replicas, parameter.sum_over = world, all_ranks": "replicas = world"}
     seen(ranks, script, put, "--model own_kv --mode benchmark --length 8 --bench-iters 1")
 
 
@@ -185,6 +183,24 @@ def test_traffic_sees_a_sum_that_is_left_out(ranks, script):
 def test_traffic_sees_a_message_of_any_other_kind(ranks, more):
     put = {"        loss.backward()": f"        {more}\n        loss.backward()"}
     seen(ranks, "tp.py", put, "--model even --mode benchmark --length 8 --bench-iters 1")
+
+
+CLIPS = [  # by another norm than that of all gradients of all ranks, each counted once
+    ("not at all", {".clamp(max=1.0).item()": ".clamp(1.0, 1.0).item()"}),
+    ("upwards, too", {".clamp(max=1.0).item()": ".item()"}),
+    ("by a rank's own norm", {"    dist.all_reduce(total, group=group)\n": ""}),
+    ("replicas count each time", {".square().sum() / p.replicas": ".square().sum()"}),
+    ("but for the first tensor", {"    for parameter in model.parameters():\n        "
+     "parameter.grad.mul_": "    for parameter in [*model.parameters()][1:]:\n        "
+     "parameter.grad.mul_"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("script", STRATEGIES)
+@pytest.mark.parametrize("what,put", CLIPS, ids=[what.replace(" ", "_") for what, _ in CLIPS])
+def test_learning_sees_a_gradient_that_is_clipped(ranks, script, what, put):
+    model = "even" if script == "pp.py" else "two_kv"  # tied: replicas in pp.py, too
+    seen(ranks, script, put, f"--model {model} --length 13 --mode learning")
 
 
 TOO_LARGE = """
@@ -228,9 +244,8 @@ def bfloat16_loss(script, put):
     model = SimpleNamespace(config=SimpleNamespace(vocab_size=vocabulary))
     model.lm_head = lambda hidden: 1 * hidden[..., start:end]  # a hidden state is its logits
     tokens = slice(None)
-    if script.STRATEGY == "sp_megatron":  # whose head gathers all ranks' tokens
+    if script.STRATEGY == "sp_megatron":  # which gathers all ranks' tokens
         tokens = slice(*script.split(12, group.rank(), group.size()))
-        model.lm_head = lambda x: 1 * script.gather_from_sp_region(x, group)[..., start:end]
     for logits in (
         plain,
         plain + 12 * sure,
@@ -315,25 +330,21 @@ def only_its_own(script, put, argv, patience=5.0):
     assert held <= most, f"alive: {held} bytes of {full}"
     look("after parallelize", model)
     with script.Meter() as meter:  # it sees what no Python object holds, too
-
-        def now():
-            return sum(storage.nbytes() for storage in meter.alive.values())
-
-        weights = now()
-        script.train_step(model, *script.proof_batch(args, group), group, args)
-        script.sgd(model, 0.0)
+        weights = meter.now()
+        optimizer = script.torch.optim.SGD(model.parameters(), 0.0, foreach=False)
+        script.train_step(model, optimizer, *script.proof_batch(args, group), group, args)
         look("after a step", model)
-        assert now() == weights, f"after a step alive: {now() - weights} bytes"
-    del model
+        assert meter.now() == weights, f"after a step alive: {meter.now() - weights} bytes"
+    del model, optimizer
     if "shard_weights" in args and args.shard_weights:
         gc.collect()  # fully_shard makes cycles
     look("after the model")
 
 
 FULL = {
-    "tp.py": "    for layer in model.model.layers:\n        attention, mlp = ",
+    "tp.py": "    for layer in model.model.layers:\n        attention = ",
     "sp_ulysses.py": "    if args.shard_weights:\n        shard_weights(model",
-    "pp.py": "    for i, layer in enumerate(layers):",
+    "pp.py": "    for i in range(len(layers)):",
 }
 STAYS = [  # a full weight, or another stage's
     "    model.full = [p.detach().clone() for p in model.model.layers[0].mlp.parameters()]\n",
@@ -381,7 +392,7 @@ def recomputes(script, argv):
     layers = [layer for layer in model.model.layers if hasattr(layer, "mlp")]  # pp: a stage's
     for layer in layers:
         layer.self_attn.q_proj.register_forward_hook(lambda *_: runs.append(1))
-    script.train_step(model, *script.proof_batch(args, group), group, args)
+    script.forward_backward(model, *script.proof_batch(args, group), group, args)
     batches = getattr(args, "microbatches", 1)
     assert len(runs) == len(layers) * batches * (1 if args.recompute == "none" else 2), len(runs)
 
@@ -434,14 +445,15 @@ def test_eager_attention_gets_the_mask_of_one_device(ranks, script):
         assert codes == [1, 1] and "another mask" in output, output
 
 
-def judged(tensor, shard=None):
-    """What compare() makes of one tensor of two ranks' weights, (4, 3) in full."""
+def judged(tensor, shard=(0, 0, 4), ranks=1):
+    """What compare() makes of a weight, (4, 3) in full, of which as many ranks have this shard."""
     script = load("tp.py")
-    script.compare.__globals__["gather_objects"] = lambda value, group: [value]
-    key, full = (1, "grad", "weight"), script.torch.ones(4, 3, dtype=script.torch.float64)
-    script.mark(tensor, shard)
-    args = SimpleNamespace(dtype="float64")
-    return script.compare({key: tensor}, {key: full}, args, None)[0]
+    script.compare.__globals__["gather_objects"] = lambda value, group: [value] * ranks
+    full = script.torch.ones(4, 3, dtype=script.torch.float64)
+    tensor.shard, tensor.replicas = shard, 1
+    args, group = SimpleNamespace(dtype="float64"), SimpleNamespace(size=lambda: ranks)
+    [row] = script.compare(1, "weight", {"weight": tensor}, {"weight": full}, args, group)
+    return row
 
 
 @pytest.mark.parametrize("rows,right", [(1, False), (2, True), (3, False)])
@@ -451,6 +463,13 @@ def test_a_tensor_is_as_large_as_its_shard(rows, right):
     entry = judged(tensor, (0, 0, 2))
     assert entry["relative_error"] == (0 if right else math.inf)
     assert not entry["passed"], "the other two rows are nowhere"
+
+
+def test_an_overlap_does_not_make_up_for_a_gap():
+    """Two ranks with the same half: as many elements as in full."""
+    tensor = load("tp.py").torch.ones(2, 3, dtype=load("tp.py").torch.float64)
+    entry = judged(tensor, (0, 0, 2), ranks=2)
+    assert entry["relative_error"] == 0 and entry["coverage"] in (0, 2) and not entry["passed"]
 
 
 def test_a_number_that_is_none_fails():

@@ -84,8 +84,20 @@ REFUSED = [  # config, weights, other files, what is said
     (SIZES | {"rope_scaling": {"type": "su", "factor": 2.0}}, None, {}, "KeyError: 'su'"),
     (SIZES, None, {"model__safetensors": "version https://git-lfs"}, "SafetensorError"),
     (SIZES, None, {"pytorch_model__bin": "x"}, "model.safetensors"),
-    *((SIZES | {"model_type": name}, None, {}, f"of type {name}; llama, mistral, qwen2, qwen3, ")
-      for name in ("granite", "gemma3_text", "phi3", "glm4", "mixtral", "Yi")),
+    *((SIZES, None, {name: "x"}, "cannot load the model: OSError: ")
+      for name in ("rank0__distcp", "consolidated__00__pth", "flax_model__msgpack", "w__npz")),
+    (SIZES, None, {"model__safetensors__index__json": '{"weight_map": {}}'}, 'index["metadata"]'),
+    *((SIZES | {key: value}, None, {}, f"{key} is {value!r} in config.json; use a number, 1 or")
+      for key, value in {"num_key_value_heads": 0, "num_hidden_layers": 0, "vocab_size": 0,
+                         "rope_theta": "10000.0"}.items()),
+    *((SIZES | {"model_type": "mistral", "sliding_window": n}, None, {}, f"sliding_window is {n} ")
+      for n in (0, -1)),
+    (SIZES | {"num_attention_heads": 4}, None, {}, "4 heads are no multiple of 3 KV heads"),
+    (SIZES | {"hidden_act": "swish!"}, None, {}, "KeyError: 'swish!'"),
+    (SIZES | {"pad_token_id": 96}, None, {}, "Padding_idx must be within num_embeddings"),
+    *((SIZES | {"model_type": name}, None, {}, f"of type {name}; use one of llama, mistral,")
+      for name in ("granite", "gemma3_text", "phi3", "glm4", "mixtral")),
+    (SIZES | {"model_type": "Yi"}, None, {}, "cannot use the model: ValueError: "),
 ]  # fmt: skip
 
 
@@ -108,12 +120,14 @@ def test_code_of_a_folder_is_not_run(ranks, tmp_path):
 
 def test_ranks_without_a_word_are_refused(ranks, tmp_path):
     run = ranks(3, ["tp.py", "--model", folder(tmp_path, SIZES | {"vocab_size": 2})])
-    assert run.codes[0] == 2 and "more ranks than vocabulary; 2 would do" in run.output, run.output
+    assert run.codes[0] == 2 and "more ranks than vocabulary; use at most 2" in run.output, (
+        run.output
+    )
 
 
 WINDOW = SIZES | {"model_type": "mistral", "sliding_window": 4}
-FITS = 0, "4 of the 4 steps"
-SEARCHED = [(DYNAMIC, *FITS), (LONGROPE, *FITS), (WINDOW, 2, "--attn eager would do")]
+FITS = 0, "4 of 4 steps fit"
+SEARCHED = [(DYNAMIC, *FITS), (LONGROPE, *FITS), (WINDOW, 2, "use --attn eager")]
 
 
 @pytest.mark.parametrize("config,status,said", SEARCHED, ids=["dynamic", "longrope", "window"])

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from checks.compare import drawn
-from checks.experts import Float64
+from checks.experts import Float64, expect_exact, random_model
 from checks.tools import subgroup
 from harness import LABS, Wrong, expect, load, relative_error
 from torch import nn
@@ -68,11 +68,7 @@ def torchs(matrix, blocks=1):
 def tiny(family, seed, **changes):
     """Hugging Face's model with random weights, in float64, the same on every rank."""
     config, causal, more = FAMILIES[family]
-    torch.manual_seed(seed)
-    model = causal(config(**SIZES | more | changes)).double()
-    for parameter in model.parameters():  # so that no norm is 1
-        parameter.data += 0.2 * torch.randn(parameter.shape, dtype=torch.float64)
-    return model
+    return random_model(causal, config(**SIZES | more | changes), seed)
 
 
 def linears(model):
@@ -147,7 +143,7 @@ def parallelized(model, group):
     def forward_backward(ids):
         model.zero_grad()
         flat = ids.flatten(0, 1)
-        return script.train_step(model, flat, flat, group, args)
+        return script.forward_backward(model, flat, flat, group, args)
 
     return model, forward_backward
 
@@ -194,17 +190,14 @@ def model_errors(lab, family, layout, way, per_head, group, seed):
             own_copy = model.get_parameter(name).detach()
             errors[f"{name}, all of it"] = relative_error(own_copy, whole)
         else:
-            _, start, end = part.shard or (0, 0, len(whole))
+            _, start, end = getattr(part, "shard", (0, 0, len(whole)))
         errors[name] = relative_error(part.detach(), whole.narrow(dim, start, end - start))
     return errors
 
 
 def expect_model(lab, what, *case):
     """Raise Wrong unless model_errors() are all at most EXACT; the largest."""
-    errors = model_errors(lab, *case)
-    for name, error in errors.items():
-        expect(error <= EXACT, f"{what}: {name} is off by {error:.1e} (at most {EXACT:.0e})")
-    return max(errors.values())
+    return expect_exact(what, model_errors(lab, *case), EXACT)
 
 
 # ---- Matrices without a model --------------------------------------------------------------------

@@ -44,7 +44,7 @@ def measure(name, dtensor):
         model = script.parallelize(model, group, args)
 
         def step():
-            script.train_step(model, ids, ids, group, args)
+            script.forward_backward(model, ids, ids, group, args)
             model.zero_grad()
 
         for _ in range(3):  # DTensor's first steps fill its caches
