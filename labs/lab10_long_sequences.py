@@ -1,4 +1,4 @@
-"""Lab 10. Long sequences: what fills the memory of a training step, and six means against it.
+"""Lab 10. Long sequences: what fills the memory of a training step, and six techniques to save it.
 
 Question: weights and gradients of a model with 1 billion parameters take 4 GB in bfloat16, and yet
 40 GB are full at 16,000 tokens. What fills the rest, and what can be done without changing one
@@ -8,7 +8,7 @@ Idea: the backward needs what the forward computed. Keep less of it, and compute
 it elsewhere. N tokens of all sequences, h hidden, i intermediate, v vocabulary, L layers, numbers
 (not bytes); predict_peak() and the notes say where the factors come from:
 
-    what is alive                     without means      with these means
+    what is alive                     without            with these techniques
     logits, softmax, its gradient     3 N v              3 chunk v          1 the loss in chunks
     what L layers keep                L N (10 h + 4 i)   L N h              recomputing whole layers
     one layer's backward: its MLP     N (10 h + 7 i)     N 8 h + tile 7 i   2 tiles of tokens
@@ -32,7 +32,7 @@ Where grad mode is off (in a Function's forward, in evaluation) autograd keeps n
 
 Forward hooks of a module run with it: the gather and the reduce-scatter of a parallel MLP then lie
 inside the tiles, and what is gathered exists for one tile only. Lesson 5 applies this to any
-script's model, experiments/means.py to attention, too, in tiles and by chunks of heads; with both
+script's model, memory/techniques.py to attention, too, in tiles and by chunks of heads; with both
 oom_search.py finds the longest sequence that fits.
 
     python labs/lab10_long_sequences.py             # it starts its own ranks

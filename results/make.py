@@ -34,7 +34,7 @@ import transformers
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(HERE)]  # PYTHONSAFEPATH leaves out either
 import plot  # noqa: E402
 
 import tp  # noqa: E402
@@ -55,7 +55,7 @@ REMEDIES = {  # each has what those above it have
 # compared: the longest sequence, the peak, that less weights, gradients and optimizer state, or,
 # a number, what the second of two runs takes more, divided by it; options, what differs between the
 # runs (a bar between them); and why the prediction is off, where the cause is known
-PUBLISHED = [*csv.DictReader((HERE / "published.csv").open())]
+PUBLISHED = [*csv.DictReader((HERE / "published.csv").open(encoding="utf-8"))]
 PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # bfloat16 FLOP/s, of the data sheets
 
 
@@ -69,7 +69,7 @@ def lengths(trial):
     model, large = "", "--model llama-3.1-8b"
     if trial:
         model = large = "--model tiny --nproc 1 2 --memory-gib 0.1"  # the last of an option counts
-    search = "python oom_search.py --how predicted --fresh --strategy all"
+    search = "python oom_search.py --how predicted --fresh --optimizer none --strategy all"
     outcome = yield "40 GiB", f"{search} --nproc 1 2 4 8 --memory-gib 40 {model}"
     if not trial and "result" in outcome:
         plot.picture(outcome["result"]).savefig(HERE / "lengths.png", dpi=120)
@@ -83,7 +83,8 @@ def published(trial):
     cut = " --model tiny --memory-gib 0.1" if trial else ""
     for row in PUBLISHED:
         for i, more in enumerate(row["runs"].split("|")):
-            command = f"python oom_search.py --how predicted --fresh {row['options']} {more}{cut}"
+            options = f"--optimizer none {row['options']} {more}{cut}"  # the last of them counts
+            command = f"python oom_search.py --how predicted --fresh {options}"
             yield f"{row['source']}: {row['what']}, {i}", command
 
 
@@ -132,20 +133,17 @@ def gpu(trial):
 def limits(trial):
     """One GPU: the longest sequences, predicted without it, then tried on it, a rank at a time.
 
-    A search begins where the prediction says that it ends: two tries, if the prediction is right.
     What the remedies reach at 40 GiB would take minutes a step: they are tried with less memory.
     """
     budgets = [("40 GiB, no remedy", 40, "1 2 4 8", BARE), ("12 GiB", 12, "1 8", "")]
     budgets += [(f"{gib} GiB, no remedy", gib, "1 8", BARE) for gib in (80, 139)]
     for name, gib, worlds, options in budgets:
         options += f" --memory-gib {gib / 400} --model tiny" if trial else f" --memory-gib {gib}"
-        search = f"python oom_search.py --fresh {options}"
+        search = f"python oom_search.py --fresh --optimizer none {options}"
         every = f"{search} --how predicted --strategy all --nproc {worlds}"
         outcome = yield f"predicted, {name}", every
         for row in (outcome or {}).get("result", {}).get("results", []):
             there = f"--strategy {row['strategy']} --nproc {row['nproc']}"
-            if row["longest"]:
-                there += f" --lo {row['longest']} --hi {row['too_long']}"
             yield f"{row['strategy']} on {row['nproc']}, {name}", f"{search} --how emulated {there}"
 
 
@@ -165,7 +163,7 @@ def run(line):
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         outcome = {"command": line, "seconds": round(time.time() - begin, 1)}
         if done.returncode == 0 and file.exists():
-            return outcome | {"result": json.loads(file.read_text(), object_hook=slim)}
+            return outcome | {"result": json.loads(file.read_bytes(), object_hook=slim)}
     lines = (done.stdout + done.stderr).strip().splitlines()
     verdicts = [line for line in lines if re.match("error:|FAIL", line)]
     return outcome | {"error": verdicts or lines[-5:]}
@@ -433,7 +431,7 @@ TABLES |= {"published": published_table, "plans": plans_table, "proved": proved_
 
 def found(name):
     """What there is of a part: one, or for those of a GPU one for each GPU there was."""
-    parts = [json.loads(file.read_text()) for file in sorted(HERE.glob("*.json"))]
+    parts = [json.loads(file.read_bytes()) for file in sorted(HERE.glob("*.json"))]
     return [part for part in parts if part["part"] == name]
 
 
@@ -484,10 +482,12 @@ def main(argv):
     parser.add_argument("part", nargs="*", choices=[*PARTS, "tables", []], help="default: all")
     parser.add_argument("--trial", action="store_true", help="on a tiny model, and keep nothing")
     options = parser.parse_args(argv)
+    if not options.trial and not all(os.access(path, os.W_OK) for path in (HERE, README)):
+        parser.exit(2, f"error: cannot write to {HERE}: use --trial, which keeps nothing\n")
     every = [name for name in PARTS if name not in OF_A_GPU or torch.cuda.is_available()]
     good = [make(name, options.trial) for name in options.part or every if name != "tables"]
     if not options.trial:
-        README.write_text(with_tables(README.read_text()))
+        README.write_text(with_tables(README.read_text(encoding="utf-8")), encoding="utf-8")
     return 0 if all(good) else 1
 
 

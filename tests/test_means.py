@@ -1,6 +1,7 @@
-"""Lab 10's means against memory on every script's model: exact, and what they send, to the byte."""
+"""Lab 10's memory-saving techniques on every script's model: exact, and what they send."""
 
 import copy
+import importlib
 import itertools
 import json
 import math
@@ -15,7 +16,7 @@ from conftest import ROOT, changed
 from forks import STRATEGIES
 
 sys.path.insert(0, str(ROOT))
-import oom_search  # noqa: E402
+from labs.memory import techniques  # noqa: E402
 
 EXACT, TILE = 1e-10, 24  # a tile: 8 tokens of each of 3 sequences
 RECOMPUTE, LOSS = ["full", "selective", "offload", "none"], ["full", "chunked"]
@@ -28,17 +29,17 @@ SCRIPTS = {  # their own options
 RUNS = [(script, options) for script in STRATEGIES for options in ["", *SCRIPTS[script]]]
 
 
-def means_with(put):
-    """Lab 10 and experiments/means.py as modules, with some of their text replaced."""
-    modules = []
-    for file in oom_search.LOADED[:2]:
-        modules.append(oom_search.load(file))
+TEXTS = {"labs/lab10_long_sequences.py": techniques.lab10, "labs/memory/techniques.py": techniques}
+
+
+def change(put):
+    """Replace some text of the techniques, in this process."""
+    for file, module in TEXTS.items():
         own = {old: new for old, new in (put or {}).items() if old in (ROOT / file).read_text()}
-        exec(compile(changed(file, own), file, "exec"), vars(modules[-1]))
-    return modules
+        exec(compile(changed(file, own), file, "exec"), vars(module))
 
 
-def expected(means, script, group, args, model, recompute, tile, chunks):
+def expected(script, group, args, model, recompute, tile, chunks):
     """What a step sends: {(phase, op): [calls, bytes]}."""
     args, P, tiles, again = copy.copy(args), group.size(), 1, recompute != "none"
     args.recompute = "full" if again else "none"
@@ -52,7 +53,7 @@ def expected(means, script, group, args, model, recompute, tile, chunks):
     size = args.batch * tokens * args.config.hidden_size * 8  # bytes of one (b, s, h) in float64
     if P > 1:
         layers = args.config.num_hidden_layers
-        rows += means.added_traffic(script.STRATEGY, layers, size, again, tiles, chunks)
+        rows += techniques.added_traffic(script.STRATEGY, layers, size, again, tiles, chunks)
     if chunks > 1 and script.STRATEGY == "sp_ulysses":  # each chunk as if it were all heads
         config = copy.copy(args.config)
         config.num_attention_heads //= chunks
@@ -78,10 +79,12 @@ def measured(script, step):
     with script.Meter() as both:
         step(True)
     found = {}
-    for op in both.calls:
-        there = forward.calls[op], forward.bytes[op]
-        back = both.calls[op] - there[0], both.bytes[op] - there[1]
-        found |= {("forward", op): list(there), ("backward", op): list(back)}
+    for op in script.Meter.OPS:
+        there, all_of_it = (
+            [m.messages[op, n] for n in ("count", "bytes")] for m in (forward, both)
+        )
+        back = [n - m for n, m in zip(all_of_it, there)]
+        found |= {("forward", op): there, ("backward", op): back}
     return {key: value for key, value in found.items() if any(value)}
 
 
@@ -89,37 +92,37 @@ def gradients(script, model, parameters, group, args):
     """Losses and gradients of two steps, whose batches differ in content and length."""
     found = []
     for i in (1, 2):
-        loss = script.train_step(model, *script.proof_batch(args, group, i), group, args)
+        loss = script.forward_backward(model, *script.proof_batch(args, group, i), group, args)
         grads = [0 * p.detach() if p.grad is None else p.grad.clone() for p in parameters]
-        found += [loss.reshape(1), *map(script.full_tensor, grads)]
+        found += [loss.reshape(1), *map(script.local_tensor, grads, parameters)]
         for p in parameters:
             p.grad = None
     return found
 
 
-def chunks_of_all_ranks(means, script, model, group, args):
+def chunks_of_all_ranks(script, model, group, args):
     """In how many chunks of heads attention is taken: 1, and if it can be, more, on every rank."""
     if getattr(args, "schedule", None) == "zb":
         return [1]
     model = script.parallelize(model, group, args)
     sharing = group.size() if script.STRATEGY == "sp_ulysses" else 1
-    works = script.gather_objects(means.possible_chunks(model, sharing), group)
+    works = script.gather_objects(techniques.possible_chunks(model, sharing), group)
     works = sorted(set(works[0]).intersection(*works))
     return sorted({1, works[len(works) // 2]})
 
 
 def prove(name, options, model, put, recomputes, file):
-    """On every rank: with each combination of means the gradients without any; the traffic."""
-    script, (lab, means), problems = oom_search.load(name), means_with(put), Counter()
+    """On every rank: with each combination the gradients without any technique; the traffic."""
+    script, problems = importlib.import_module(name.removesuffix(".py")), Counter()
+    change(put)
     script.LOSS_CHUNK = 15  # several chunks
     length = {"pp.py": 36}.get(name, 37)
     args = script.parse(["--model", model, "--length", str(length), *options.split()])
     group, args.dtype = script.start(args), "float64"
-    gather = getattr(script, "gather_from_sp_region", None)
-    run, tried = (means, script, group, args), 0
+    tried = 0
     with script.upcasts_in_float64(args):
         reference, right = script.load_model(args), None
-        works = chunks_of_all_ranks(means, script, copy.deepcopy(reference), group, args)
+        works = chunks_of_all_ranks(script, copy.deepcopy(reference), group, args)
         kinds = recomputes, (None, TILE), LOSS, works
         for recompute, tile, loss, chunks in itertools.product(*kinds):
             if loss == "full" and chunks > 1:  # attention does not know of the loss
@@ -135,7 +138,7 @@ def prove(name, options, model, put, recomputes, file):
             plain.dtype = parameters[0].dtype
             if right is None:
                 right = gradients(script, model, parameters, group, args)
-            means.apply_means(lab, model, recompute, tile, chunks, gather, group)
+            techniques.save_memory(script, model, group, args, recompute, tile, chunks)
             what = f"{recompute}, tile {tile}, {loss}, {chunks}"
             found = gradients(script, model, parameters, group, args)
             for a, b in zip(found, right, strict=True):
@@ -143,11 +146,10 @@ def prove(name, options, model, put, recomputes, file):
                 problems[f"gradients: {what}"] += not error <= EXACT
             if loss == "chunked":
                 batch = script.proof_batch(args, group)
-                step = partial(script.train_step, model, *batch, group, args)
+                step = partial(script.forward_backward, model, *batch, group, args)
                 sent = measured(script, step)
-                problems[f"traffic: {what}"] += sent != expected(
-                    *run, plain, recompute, tile, chunks
-                )
+                told = expected(script, group, args, plain, recompute, tile, chunks)
+                problems[f"traffic: {what}"] += sent != told
     all_ranks = script.gather_objects([p for p, n in problems.items() if n], group)
     if group.rank() == 0:
         Path(file).write_text(json.dumps([tried, sorted(set(sum(all_ranks, [])))]))
@@ -208,15 +210,16 @@ def test_what_is_wrong_is_seen(ranks, tmp_path, name, put, said, where):
 
 def peaks(model, put, combinations, file):
     """On one rank: {combination: live bytes at the peak of a step}, 1,024 tokens."""
-    script, (lab, means), found = oom_search.load("tp.py"), means_with(put), {}
+    script, found = importlib.import_module("tp"), {}
+    change(put)
     args = script.parse(["--model", model, "--length", "1024", "--batch", "1"])
     group, args.dtype = script.start(args), "float32"
     for recompute, tile, *chunks in combinations:
         model = script.parallelize(script.load_model(args), group, args)
-        means.apply_means(lab, model, recompute, tile, *chunks)
+        techniques.save_memory(script, model, group, args, recompute, tile, *chunks)
         batch = script.proof_batch(args, group)
         with script.Meter() as meter:
-            script.train_step(model, *batch, group, args)
+            script.forward_backward(model, *batch, group, args)
         found[" ".join(map(str, (recompute, tile, *chunks)))] = meter.peak
         del model
     Path(file).write_text(json.dumps(found))

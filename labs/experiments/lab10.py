@@ -1,4 +1,4 @@
-"""What the finished lab 10 shows: memory over a step, what each means saves and costs, stacked."""
+"""What the finished lab 10 shows: memory over a step; what each technique saves and costs."""
 
 import torch
 from checks.compare import drawn
@@ -123,7 +123,7 @@ def stacked(lab, args):
     print("\n  products: FLOPs of matrix products in a step, against those of the first row")
     peaks = [row["peak"] for row in rows[:5]]
     if args.tokens >= 1024 and any(b > a for a, b in zip(peaks, peaks[1:])):
-        off.append("a means takes more memory than it saves")
+        off.append("a technique takes more memory than it saves")
     return rows, off
 
 
@@ -156,7 +156,7 @@ def experiment(lab, args):
 
 
 def draw_step(axis, rows):
-    """Bytes alive over a step: a line for each means; a dot where the forward ends."""
+    """Bytes alive over a step: a line for each technique; a dot where the forward ends."""
     for row, color in rows:
         n = len(row["alive"])
         at = [i / (n - 1) for i in range(n)]
@@ -168,12 +168,12 @@ def draw_step(axis, rows):
 
 
 def draw(results, path):
-    """Memory over a step, by means; the peak of each, the prediction beside it; chunks of heads."""
+    """Memory over a step, by technique; the peak of each beside the prediction; chunks of heads."""
     rows, mosaic = results["stack"], [["all", "small"], ["stack", "heads"]]
     with picture(path, mosaic, (12, 8), width_ratios=[3, 2]) as axes:
         lines = list(zip(rows, (GREY, BLUE, ORANGE, GREEN, PINK, SKY)))
         draw_step(axes["all"], lines[:3])
-        axes["all"].set_title("Memory over one step, each means added", loc="left")
+        axes["all"].set_title("Memory over one step, a technique more in each", loc="left")
         draw_step(axes["small"], lines[2:5])
         axes["small"].set_title("The last three, larger", loc="left")
         axis = axes["stack"]
@@ -184,7 +184,7 @@ def draw(results, path):
         axis.set_yticks(range(len(rows)), [row["name"] for row in rows])
         axis.invert_yaxis()
         axis.set(xlabel="peak, MiB; red: predicted from shapes")
-        axis.set_title("Each means added to those above it", loc="left")
+        axis.set_title("Each technique added to those above it", loc="left")
         axis = axes["heads"]
         names = [str(row["chunks"]) for row in results["heads"]]
         axis.bar(names, [row["peak"] / MIB for row in results["heads"]], color=GREY)

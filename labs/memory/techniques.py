@@ -1,26 +1,35 @@
-"""Lab 10's means against memory on the attention of any script's model, and what they send.
+"""Memory-saving techniques for the model of any script: lab 10's, and attention in parts.
 
-Norms and MLPs treat each token by itself, and lab 10's tiles need not know how the model is made
-parallel. Attention needs all tokens at once, so here its heads are taken in turn, as lab 10's
-attend_by_chunks() does for Ulysses: for each chunk of heads its own rows of q_proj, k_proj, v_proj,
-attention, and its own columns of o_proj, whose products add up to the output. Each chunk runs again
-in the backward, so that q, k, v, the output and their gradients exist for one chunk only:
+Lab 10 (lab10_long_sequences.py) recomputes layers and takes norms and MLPs in tiles of tokens: each
+token is treated by itself there, however the model is made parallel. Attention needs all tokens at
+once, so here its heads are taken in turn, as lab 10's attend_by_chunks() does for Ulysses: for each
+chunk of heads its own rows of q_proj, k_proj, v_proj, attention, and its own columns of o_proj,
+whose products add up to the output. Each chunk is recomputed in the backward, so that q, k, v, the
+output and their gradients exist for one chunk only:
 
     forward    x -> [heads 0, 1] -> y0    x -> [heads 2, 3] -> y1    y0 + y1; nothing else is kept
     backward   dy -> [heads 2, 3] again, then its backward -> dx;  [heads 0, 1] the same; dx adds up
 
-Where layers are recomputed, attention then runs three times in a step, not twice: the layer's own
-recomputation needs its output. And what an attention block sends, it sends for every chunk.
+Where layers are recomputed, attention then runs three times in a step, not twice, because the
+layer's own recomputation needs its output. What an attention block sends, it sends for each chunk.
 
 Megatron SP's attention block gathers all tokens. With tiles its gather and its reduce-scatter lie
 inside the tiles of its projections, and what is gathered exists for one tile only.
+
+Lab 10 ends with these techniques; oom_search.py applies them (save_memory() below) and searches.
 """
 
 import copy
+import sys
+from pathlib import Path
 
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import lab10_long_sequences as lab10  # noqa: E402
 
 # ---- Tiles of Megatron SP's attention block ------------------------------------------------------
 
@@ -63,10 +72,10 @@ class Output(nn.Module):
 class TiledAttention(nn.Module):
     """Megatron SP's attention: gather and reduce-scatter lie inside the tiles of its projections.
 
-    Attention itself needs all tokens at once, with 1/P of the heads. tiled: lab 10's Tiled.
+    Attention itself needs all tokens at once, with 1/P of the heads.
     """
 
-    def __init__(self, attention, tiled, tokens, gather, group):
+    def __init__(self, attention, tokens, gather, group):
         super().__init__()
         linears = attention.q_proj, attention.k_proj, attention.v_proj
         start = 0
@@ -74,14 +83,14 @@ class TiledAttention(nn.Module):
             end = start + len(linear.weight)
             setattr(attention, name, Columns(start, end))
             start = end
-        self.projections = tiled(Projections(linears, gather, group), tokens)
-        self.output = tiled(Output(attention.o_proj), tokens)
+        self.projections = lab10.Tiled(Projections(linears, gather, group), tokens)
+        self.output = lab10.Tiled(Output(attention.o_proj), tokens)
         attention.o_proj = nn.Identity()
         self.attention, self.world = attention, group.size()
 
     def forward(self, hidden_states, **kwargs):  # (b, s/P, h) -> (b, s/P, h)
         qkv = self.projections(hidden_states).flatten(1, 2)  # (b, s, q + k + v)
-        # forward(), not a call: attention's own pre-hook would gather
+        # forward(), not a call, because attention's own pre-hook would gather
         out, weights = self.attention.forward(qkv, **kwargs)  # (b, s, h/P)
         return self.output(out.unflatten(1, (self.world, -1))), weights
 
@@ -153,28 +162,110 @@ class ChunksOfHeads(nn.Module):
         return total, None
 
 
+# ---- The optimizer, one parameter after another, its state on the host ----------------------
+
+
+def local(tensor):
+    """What this rank has of a tensor: a DTensor's shard; all of any other."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def make_adamw(model, host):
+    """The optimizer of a run in its steady state: [(parameter, its own AdamW)].
+
+    Each parameter (of a DTensor this rank's shard) has an AdamW of its own, so that a step needs
+    temporaries of one parameter only. The state is master weight, exp_avg and exp_avg_sq in
+    float32, 12 bytes a number; a weight of float32 or float64 is its own master. host: all of it
+    is in the host's memory.
+    """
+    optimizers = []
+    for parameter in model.parameters():  # tied weights: once
+        weight = local(parameter).detach()
+        device = "cpu" if host and weight.device.type != "meta" else weight.device
+        master = weight.to(device).to(torch.promote_types(weight.dtype, torch.float32))
+        adamw = torch.optim.AdamW([master], foreach=False)
+        master.grad = torch.zeros_like(master)  # a first step makes exp_avg and exp_avg_sq
+        adamw.step()
+        master.grad = None
+        optimizers.append((parameter, adamw))
+    return optimizers
+
+
+def optimizer_step(optimizers):
+    """Gradients go to where the state is, one by one; new weights come back."""
+    for parameter, adamw in optimizers:
+        if parameter.grad is not None:
+            [master] = adamw.state
+            gradient = local(parameter.grad).to(master.device)
+            master.grad = gradient.to(master.dtype)  # apart, because a host converts by itself
+            adamw.step()
+            master.grad = None
+            local(parameter).detach().copy_(master)
+
+
 # ---- All of them, and what they send -------------------------------------------------------------
 
 
-def apply_means(lab, model, recompute, tile=None, chunks=1, gather=None, group=None, **hooks):
-    """Lab 10's recomputation and tiles, and chunks of heads, for a script's model, in place.
+def take_hooks(module):
+    """The forward hooks of a module, removed from it: on norms tp.py has f, sp_megatron.py g."""
+    hooks = list(module._forward_hooks.values())
+    module._forward_hooks.clear()
+    return hooks
 
-    lab: the module; recompute, tile, hooks: of its apply_means(). chunks: of a rank's heads.
-    gather(x, group): Megatron SP's g, whose attention block it enters.
+
+def enter_attention_itself(layer):
+    """Move f or g from the norm before attention to attention.
+
+    A tile of the norm has a rank's own tokens, and each chunk of heads enters by itself.
     """
-    lab.apply_means(model, recompute, tile, **hooks)
-    for layer in model.model.layers:
-        if isinstance(layer, nn.Identity):  # another stage's
-            continue
+    for hook in take_hooks(getattr(layer, "input_layernorm", nn.Identity())):  # OLMo 2 has none
+
+        def enter(attention, args, kwargs, hook=hook):
+            if args:  # a chunk of heads
+                return (hook(None, None, args[0]), *args[1:]), kwargs
+            return args, kwargs | {"hidden_states": hook(None, None, kwargs["hidden_states"])}
+
+        layer.self_attn.register_forward_pre_hook(enter, with_kwargs=True)
+
+
+def check_chunks(script, model, group, args, chunks):
+    """Raise the script's UsageError where a rank's heads cannot be taken in so many chunks."""
+    ulysses = script.STRATEGY == "sp_ulysses"
+    works = possible_chunks(model, group.size() if ulysses else 1)
+    if getattr(args, "dtensor", False) or getattr(args, "schedule", None) == "zb":
+        works = [1]  # neither DTensor nor DeferredLinear knows parts of a weight
+    if chunks not in works:
+        use = ", ".join(map(str, works[:-1])) + " or " * (len(works) > 1) + str(works[-1])
+        raise script.UsageError(f"--head-chunks {chunks}: use {use}")
+
+
+def save_memory(script, model, group, args, recompute, tile=None, chunks=1, hooks=save_on_cpu):
+    """Recomputation, tiles and chunks of heads, for the model that a script made, in place.
+
+    recompute, tile, hooks: as lab 10's apply_means() takes them. chunks: of a rank's heads.
+    """
+    if tile and tile >= args.batch * args.length:  # a tile as long as all tokens is none
+        tile = None
+    if chunks > 1:
+        check_chunks(script, model, group, args, chunks)
+    layers = [layer for layer in model.model.layers if not isinstance(layer, nn.Identity)]
+    for layer in layers:  # nn.Identity: another stage's
+        enter_attention_itself(layer)
+    head_hooks = take_hooks(model.model.norm)
+    lab10.apply_means(model, recompute, tile, hooks)
+    for hook in head_hooks:  # once for all tokens, not for each tile
+        model.model.norm.register_forward_hook(hook)
+    gather = getattr(script, "gather_from_sp_region", None)  # Megatron SP's g
+    for layer in layers:
         parts = [layer.self_attn]
         if chunks > 1:
             parts = [part_of_attention(layer.self_attn, i, chunks) for i in range(chunks)]
         if gather is not None and tile is not None:
-            parts = [TiledAttention(part, lab.Tiled, tile, gather, group) for part in parts]
+            parts = [TiledAttention(part, tile, gather, group) for part in parts]
         layer.self_attn = ChunksOfHeads(parts) if chunks > 1 else parts[0]
     if tile is not None and hasattr(model, "pipeline"):  # each stage is a decoder of its own
         for stage in model.pipeline.stages.values():
-            lab.tile_norm(stage.decoder, tile)
+            lab10.tile_norm(stage.decoder, tile)
 
 
 def added_traffic(strategy, layers, size, recomputed, tiles=1, chunks=1):

@@ -1,16 +1,82 @@
-"""What attention and softmax take on a GPU: which kernel PyTorch would run, and its own memory.
+"""PyTorch's device "meta" in a GPU's place: tensors with a size and no data, for predictions.
 
-oom_search.py predicts with it. PyTorch's device "meta" runs none of these kernels.
+oom_search.py predicts with it. A prediction needs to know which attention kernel PyTorch would
+run on a GPU, and what kernels take for themselves, because meta runs none of them.
 """
 
 import math
+from functools import partial
+from types import SimpleNamespace
 
 import torch
+import torch.distributed._tools.fake_collectives  # collectives of meta tensors: nothing moves
 import torch.nn.functional as F
+import transformers
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+
+class MetaStream(torch.cpu.Stream):
+    """What fully_shard of PyTorch 2.15 asks of a stream, besides what a CPU's has."""
+
+    stream_id = device_index = device_type = 0
+
+
+def use_meta(args, capability, kernels):
+    """Have a script compute nothing: its tensors are meta, and nobody reads their values.
+
+    args: its arguments. The attention of a GPU of this compute capability notes in `kernels`
+    what it is.
+    """
+    args.device, args.source = torch.device("meta"), None  # weights of the right shape will do
+    args.config.rope_parameters |= {"rope_type": "default"}  # a dynamic one reads positions
+    attend = partial(attention, capability, kernels)
+    torch.library.impl("aten::scaled_dot_product_attention", "AutogradMeta", attend)
+    # HF reads positions to find several texts in one sequence; there is only one here
+    transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    # DTensor and fully_shard ask torch.<device> for devices, of which fully_shard refuses meta
+    device = {"current_device": lambda: 0, "current_stream": lambda *_: MetaStream()}
+    torch.meta = SimpleNamespace(**vars(torch.cpu) | device)
+    FSDPParamGroup._validate_no_meta_params = lambda self: None
+
+
+def host_memory():
+    """save_on_cpu for tensors without data: they leave the device, and come back as new ones."""
+    return torch.autograd.graph.saved_tensors_hooks(
+        lambda x: (x.shape, x.stride(), x.dtype),
+        lambda saved: torch.empty_strided(saved[0], saved[1], dtype=saved[2], device="meta"),
+    )
+
+
+def run_by_shape(shapes, func, args):
+    """func(*args), without computing a shape that is known; None for operations of other kinds.
+
+    PyTorch works out a meta result in Python, which would take half of a prediction's time. What
+    a pointwise operation, a product or a sum returned for operands alike is kept in `shapes`.
+    """
+    aten = torch.ops.aten
+    pointwise = torch.Tag.pointwise in func.tags and not func._schema.is_mutable
+    if not pointwise and func not in (aten.mm.default, aten.mean.dim, aten.sum.dim_IntList):
+        return None
+    key = [func]
+    for x in args:
+        if isinstance(x, torch.Tensor):
+            key += [x.shape, x.stride(), x.dtype, x.device]
+        else:
+            key += [type(x), str(x)]
+    key = tuple(key)
+    if key not in shapes:
+        out = func(*args)
+        shapes[key] = out.shape, out.stride(), out.dtype, out.device
+        return out
+    shape, stride, dtype, device = shapes[key]
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+
+# ---- Attention and softmax on a GPU --------------------------------------------------------
 
 
 class UnknownKernel(Exception):
-    """No prediction: the message says of what there would be one."""
+    """No prediction; the message says what to use instead."""
 
 
 def attention_kernel(query, key, capability):
@@ -28,18 +94,18 @@ def attention_kernel(query, key, capability):
     dtype, d = str(query.dtype).removeprefix("torch."), query.shape[-1]
     if dtype == "bfloat16" and capability >= 8:
         if d > 256:
-            raise UnknownKernel(f"bfloat16: no prediction for heads of {d}; up to 256 would do")
+            raise UnknownKernel(f"no prediction for heads of {d}; use a model with up to 256")
         why = f"{dtype}, compute capability {capability}"
         if capability >= 9:
-            why += "; where PyTorch prefers cuDNN's, that one's memory is not known"
+            why += "; cuDNN's, which PyTorch may prefer, is not predicted"
         return "flash", why
     if dtype != "float32":
-        return "math", f"none other knows {dtype} on compute capability {capability}"
+        return "math", f"no other supports {dtype} on compute capability {capability}"
     if capability >= 8 and d % 4:
-        return "math", f"flash knows no float32, memory-efficient no heads of {d}"
+        return "math", f"flash supports no float32, memory-efficient no heads of {d}"
     if key.shape[1] != query.shape[1] and torch.__version__ < (2, 14):
-        return "math", "flash knows no float32, memory-efficient no GQA before PyTorch 2.14"
-    return "memory-efficient", "flash knows no float32"
+        return "math", "flash supports no float32, memory-efficient no GQA before PyTorch 2.14"
+    return "memory-efficient", "flash supports no float32"
 
 
 def attention(capability, kernels, query, key, value, mask=None, dropout=0.0, causal=False, **how):
@@ -55,7 +121,7 @@ def attention(capability, kernels, query, key, value, mask=None, dropout=0.0, ca
         return aten._scaled_dot_product_attention_math(*inputs, mask, dropout, causal, **how)[0]
     how.pop("enable_gqa", None)  # the other kernels see it by the shapes
     if mask is not None:  # of a sliding window, where the sequence is longer
-        raise UnknownKernel("sdpa with a window: no prediction; --attn eager would do")
+        raise UnknownKernel("no prediction for sdpa with a sliding window; use --attn eager")
     if kernel == "flash":  # it takes heads of 8, 16, 24, ... numbers: others are padded
         d = query.shape[-1]
         inputs = [F.pad(x, (0, -d % 8)) if d % 8 else x for x in inputs]
