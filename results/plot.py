@@ -1,4 +1,4 @@
-"""Draws what `--json` of the four strategy scripts, sp_layout_sim.py and oom_search.py wrote.
+"""Draws what `--json` of the four strategy scripts, labs/four_layouts.py and oom_search.py wrote.
 
     torchrun --nproc_per_node=2 tp.py --mode all --json tp.json
     python results/plot.py tp.json              # draws tp.png
@@ -6,7 +6,7 @@
 
 A panel for each mode that ran: the errors of correctness tensor by tensor, the learning curves, the
 traffic measured beside the expected, and of pp.py the timeline: measured (`--mode bubble`) or
-simulated (`python pp.py --mode schedule --ranks 4 --json schedule.json`). Of sp_layout_sim.py the
+simulated (`python pp.py --mode schedule --ranks 4 --json schedule.json`). Of four_layouts.py the
 attention block of its --layout: what each rank holds, step by step, and who made it. Of
 oom_search.py the lengths, and what fills the memory there.
 """
@@ -144,27 +144,30 @@ def draw_timeline(axis, result, simulated):
 
 
 def layout_columns(results):
-    """The attention block: (title, how it lies, who made what each rank has), a column a step."""
+    """The attention block: (title, placement, who made what each rank has), a column a step."""
     steps = results["layouts"][results["layout"]]["steps"]
     P, columns, before = results["tp"], [], None
     names = ["norm 1", "enter attention", "qkv", "qkv of heads", "attention of heads", "attention"]
     for name in [*names, "o", "leave attention"]:
+        if name not in steps:
+            continue
         step = steps[name]
-        how, move = step["holds"], (step["moved_by"] or ["nothing"])[0]
+        placement, move = step["placement"], (step["moved_by"] or ["nothing"])[0]
         made = np.full((P, results["seq"], results["heads"]), np.nan)  # NaN: not on this rank
         for r, ends in enumerate(step["slices"]):
             part = slice(None) if ends == "all" else slice(*map(int, ends.split(":")))
-            where = (slice(None), part) if how == "heads" else part
-            made[r][where] = P if how == "replicated" else r
+            where = (slice(None), part) if placement == "Shard(2)" else part
+            made[r][where] = P if placement == "Replicate" else r
         if move.endswith(("all_gather", "all_to_all")):  # a piece from each rank
             made = np.where(np.isnan(made), np.nan, np.fmax.reduce(before))
         if name == "attention" and move.endswith("send"):  # round the ring, before attention
             for i in range(1, P):
-                columns.append((f"send {i} \u2192\nkeys, values", how, np.roll(made, i, 0)))
+                title = f"send {i} \u2192\nkeys, values"
+                columns.append((title, placement, np.roll(made, i, 0)))
             move = "nothing"
-        moved_only = name.startswith(("enter", "leave"))  # TP's way into a block moves nothing
-        if step["shown"] and not (moved_only and how == columns[-1][1]):
-            columns.append((name if move == "nothing" else f"{move} \u2192\n{name}", how, made))
+        if not (name == "enter attention" and move == "nothing"):  # TP's way in moves nothing
+            title = name if move == "nothing" else f"{move} \u2192\n{name}"
+            columns.append((title, placement, made))
         before = made
     return columns
 
@@ -177,21 +180,20 @@ def draw_layout(results):
     colours = [*RANKS[:P], "#DDDDDD"]
     figure = Figure(figsize=(1 + 1.4 * len(columns), 2 + 1.2 * P), layout="constrained")
     axes = figure.subplots(P, len(columns), squeeze=False)
-    for (title, how, images), column in zip(columns, axes.T):
+    for (title, placement, images), column in zip(columns, axes.T):
         column[0].set_title(title, fontsize=9)
         column[-1].set_xlabel("features", fontsize=8)
-        look = {"vmin": 0, "vmax": P, "alpha": 0.5 if how == "partial sum" else 1}
+        look = {"vmin": 0, "vmax": P, "alpha": 0.5 if placement == "Partial" else 1}
         for r, axis in enumerate(column):
             axis.imshow(images[r], ListedColormap(colours), aspect="auto", **look)
             axis.set(xticks=[], yticks=[])
             axes[r, 0].set_ylabel(f"rank {r}\ntokens", fontsize=9)
-    labels = [*(f"made by rank {r}" for r in range(P)), "replicated"]
+    labels = [*(f"made by rank {r}" for r in range(P)), "Replicate"]
     keys = [Patch(facecolor=colour, label=label) for colour, label in zip(colours, labels)]
-    keys.append(Patch(facecolor=colours[0], alpha=0.5, label="pale: a partial sum"))
+    keys.append(Patch(facecolor=colours[0], alpha=0.5, label="pale: Partial, an addend"))
     figure.legend(handles=keys, loc="outside lower center", ncols=4, fontsize=9, frameon=False)
-    bug, layout = results["bug"], f"--layout {results['layout']} --tp {P}"
-    holds = f"should hold; with the bug {bug}" if bug else "holds in the attention block"
-    figure.suptitle(f"{layout}: what each rank {holds}", fontsize=11)
+    title = f"--layout {results['layout']} --tp {P}: what each rank holds in the attention block"
+    figure.suptitle(title, fontsize=11)
     return figure
 
 
@@ -274,7 +276,7 @@ def main(argv=None):
         parser.error(f"{path}: not a kind of picture; {', '.join(sorted(kinds))} are")
     draft = f"{path}.draft{os.getpid()}"
     try:
-        figure = picture(json.loads(args.run.read_text(), parse_constant=lambda name: None))
+        figure = picture(json.loads(args.run.read_bytes(), parse_constant=lambda name: None))
         figure.savefig(draft, format=path.suffix[1:], dpi=130, bbox_inches="tight")
         os.replace(draft, path)
     except OSError as problem:
