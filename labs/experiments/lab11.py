@@ -1,22 +1,15 @@
 """What the finished lab 11 shows: the model against the runs, each part's share, and a plan."""
 
+import argparse
 import dataclasses
 import math
+import re
 import statistics
 from unittest import mock
 
 from cli import positive
-from experiments.plan import MEMORY, MODELS, draw_plan, plan, show_split, split_type
-from experiments.runs import (
-    FIRST_GUESS,
-    consistent,
-    fit,
-    half,
-    judged,
-    measured,
-    read_runs,
-    scored,
-)
+from experiments.plan import ATTENTION, MEMORY, MODELS, both_mfus, draw_plan, plan
+from experiments.runs import FIRST_GUESS, consistent, fit, half, judged, measured, read_runs, scored
 from harness import table
 
 COLOURS = "#0072b2", "#56b4e9", "#009e73", "#cc79a7", "#e69f00", "#d55e00"
@@ -171,14 +164,50 @@ def show_pipelines(lab, runs):
     return found
 
 
+def show_split(lab, args):
+    """What fills a step of --split."""
+    name, nodes, (dp, pp, tp) = args.split
+    count = args.sequences
+    model = MODELS[name]
+    parts = lab.step_parts(model, lab.H100, dp, pp, tp, 1, count, args.length)
+    seconds = sum(parts.values())
+    speed = dp * count * args.length / seconds
+    full, causal = both_mfus(lab, model, args.length, speed, dp * pp * tp)
+    print(f"\n{name} on {nodes} nodes, dp {dp} x pp {pp} x tp {tp}, {count} microbatches of one")
+    print(f"sequence: {seconds:.3f} s a step, {speed:,.0f} tokens/s, MFU {full:.1%}")
+    print(f"({causal:.1%} if the half of attention that is masked does not count)")
+    table(["part", "s", ""], *([key, x, f"{x / seconds:.0%}"] for key, x in parts.items()))
+    return parts
+
+
+def split_type(text):
+    """MODEL:NODES:DPxPPxTP, a type for argparse."""
+    form = re.fullmatch(r"([\w.-]+):(\d+):(\d+)x(\d+)x(\d+)", text)
+    if not form or form[1] not in MODELS:
+        say = f"{text}: MODEL:NODES:DPxPPxTP, such as 8B:2:4x1x4, of {', '.join(MODELS)}"
+        raise argparse.ArgumentTypeError(say)
+    nodes, dp, pp, tp = (int(number) for number in form.groups()[1:])
+    model, say = MODELS[form[1]], None
+    if dp * pp * tp != 8 * nodes or not nodes:
+        say = f"{dp} x {pp} x {tp} is {dp * pp * tp}, and {nodes} nodes have {8 * nodes} GPUs"
+    elif pp > model.layers:
+        say = f"{pp} stages are more than the {model.layers} layers of {form[1]}"
+    elif model.heads % tp:
+        say = f"tp {tp} does not divide the {model.heads} heads of {form[1]}"
+    if say:
+        raise argparse.ArgumentTypeError(say)
+    return form[1], nodes, (dp, pp, tp)
+
+
 def add_options(parser):
     """The lab's own options."""
     add = parser.add_argument
     add("--split", type=split_type, metavar="MODEL:NODES:DPxPPxTP", help="show this step's parts")
-    add("--plan", action="store_true", help="rank this project's strategies, on all GPUs")
+    add("--plan", action="store_true", help="rank this project's strategies (10 to 30 s)")
     add("--model", choices=MODELS, default="llama-3.1-8b", help="of --plan (llama-3.1-8b)")
     add("--nodes", type=positive, default=2, help="of --plan, 8 GPUs each (2)")
     add("--gpu", choices=MEMORY, default="h100", help="of --plan (h100)")
+    add("--attention", choices=ATTENTION, default="flash", help="of --plan (flash)")
     add("--length", type=positive, default=4096, help="tokens, of --plan and --split (4096)")
     add("--sequences", type=positive, default=16, help="a step's, of a replica (16)")
 
@@ -218,12 +247,10 @@ def draw(results, path):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    if "plan" in results:
-        figure, axis = pyplot.subplots(figsize=(10, 4), layout="constrained")
-        draw_plan(axis, results["plan"])
-    elif "split" in results:
-        figure, axis = pyplot.subplots(figsize=(10, 2.5), layout="constrained")
-        draw_plan(axis, [{"strategy": "", "parts": results["split"], "fits": None}])
+    if "plan" in results or "split" in results:
+        rows = results.get("plan") or [{"strategy": "", "parts": results["split"], "fits": None}]
+        figure, axis = pyplot.subplots(figsize=(10, 2 + len(rows) / 2), layout="constrained")
+        draw_plan(axis, rows)
     else:
         figure, axes = pyplot.subplots(1, 3, figsize=(16, 5), layout="constrained")
         draw_dots(axes[0], results["dots"])

@@ -5,17 +5,14 @@ one at a time through all GPUs (PP: as its microbatches), layers recomputed, and
 Messages are those that the scripts send, one after the other, and nothing hides them.
 """
 
-import argparse
 import dataclasses
 import json
 import re
 import subprocess
 import sys
 import tempfile
-from itertools import product
 from pathlib import Path
 
-from experiments.runs import half, judged, measured, read_runs, scored
 from harness import LABS, load, table
 
 lesson = load(LABS / "lab11_time.py")
@@ -35,11 +32,20 @@ STRATEGIES = {  # in the lesson: (what people call it, oom_search.py's arguments
     "pp": ("PP, 1F1B", ["pp", "--schedule", "1f1b"]),
 }
 MEMORY = {"h100": 2.9e12, "h200": 2.9e12 * 4.8 / 3.35}  # bytes/s; the H200 is an H100 otherwise
-AGAIN = 4 / 3  # a recomputed layer: a forward more beside the three of forward and backward
+# cuDNN's attention on an H100 at 16k tokens, by head size: FLOP/s of the forward (causal) and of
+# the backward (no mask), by figures 5 and 6 of FlashAttention-3's paper, arXiv 2407.08608
+CUDNN = {64: (388e12, 433e12), 128: (539e12, 516e12)}
+ATTENTION = {  # of both, as in Cluster: the backward has 2.5 times the operations of the forward
+    "flash": lesson.H100.attention,
+    "cudnn": tuple((size, 3.5 / (1 / f + 2.5 / b)) for size, (f, b) in CUDNN.items()),
+}
+KERNELS = {"flash": "FlashAttention-2", "cudnn": "cuDNN's, PyTorch's choice on Hopper"}
+# Seconds a step that others measured: huggingface/trl's pull request 6846, transformers' 48324
+PUBLISHED = {"flash": 606, "cudnn": 380}
 
 
-def cluster_of(lab, gpu):
-    return dataclasses.replace(lab.H100, memory=MEMORY[gpu])
+def cluster_of(lab, gpu, attention="flash"):
+    return dataclasses.replace(lab.H100, memory=MEMORY[gpu], attention=ATTENTION[attention])
 
 
 def why_not(model, strategy, gpus):
@@ -69,16 +75,30 @@ def rank_parts(lab, model, strategy, layers, head, gpus, length, cluster):
     """{part: seconds} of a sequence on a rank with so many layers (and the head)."""
     tp = gpus if strategy in ("tp", "sp") else 1
     tokens = -(-length // gpus) if strategy.startswith("ulysses") else length  # padded
-    parts = lab.layer_parts(model, tokens, length, tp, cluster)
+    layer = lab.layer_parts(model, tokens, length, tp, cluster)
     if strategy == "tp":  # norms and residual sums of all tokens, on every rank: 22 passes
         unsharded = 22 * lab.BF16 * tokens * model.hidden * (1 - 1 / tp)
-        parts = lab.add_up(parts, {"memory": unsharded / cluster.memory})
-    parts = {name: layers * seconds for name, seconds in parts.items()}
-    if head:
-        parts = lab.add_up(parts, lab.head_parts(model, tokens, tp, cluster))
-    del parts["communication"]  # nanotron's, which hides some of it
-    parts = {name: AGAIN * seconds for name, seconds in parts.items()}
-    return parts | {"host": lab.host_gap(sum(parts.values()), AGAIN * layers * cluster.host)}
+        layer = lab.add_up(layer, {"memory": unsharded / cluster.memory})
+    again = recomputed_parts(lab, model, layer, tokens, tp, cluster)
+    # Not layer's communication: it is nanotron's, which hides some of it
+    parts = {name: layers * (layer[name] + again[name]) for name in again}
+    if head:  # its forward, a third of its work, is recomputed
+        work = lab.head_parts(model, tokens, tp, cluster)
+        parts = lab.add_up(parts, {name: 4 / 3 * work[name] for name in ("matmul", "memory")})
+    launches, redone = layers * cluster.host, layers * sum(again.values())
+    gap = lab.host_gap(sum(parts.values()) - redone, launches)
+    return parts | {"host": gap + max(0.0, launches / 2 - redone)}
+
+
+def recomputed_parts(lab, model, layer, tokens, tp, cluster):
+    """{part: device seconds} of a layer's recomputation: its forward, up to its last matmul.
+
+    layer: seconds of forward and backward. The forward is a third of matmuls and about a third of
+    memory traffic; of attention, whose backward computes the scores again, it is 1 of 3.5.
+    """
+    last = lab.linear_parts(*model.linear[-1], tokens, tp, cluster)["matmul"]
+    again = {"matmul": (layer["matmul"] - last) / 3, "memory": layer["memory"] / 3}
+    return again | {"attention": layer["attention"] / 3.5}
 
 
 def sequence_parts(lab, model, strategy, *setting):
@@ -120,33 +140,54 @@ def config_of(model):
     return {"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | sizes
 
 
+def published_run(lab):
+    """{attention: {part: seconds}} of PUBLISHED's step: Qwen3-8B, 1,048,576 tokens, 8 H100.
+
+    It was ring attention, with weights sharded and layers' inputs on the host. This is Ulysses
+    with sharded weights: its ranks compute the same.
+    """
+    setting = lab, MODELS["qwen3-8b"], "ulysses_sharded", 8, 1 << 20, 1
+    return {name: strategy_parts(*setting, cluster_of(lab, "h100", name)) for name in PUBLISHED}
+
+
 def peak_memory(strategies, name, gpus, length, sequences, gpu):
     """{strategy: {"peak_bytes", "fits", "why"}} of the worst rank, as oom_search.py predicts them.
 
-    With AdamW, its state on the device; of PP as many microbatches as 1F1B has in flight. why: what
-    oom_search.py says where it has no answer; then peak_bytes and fits are None.
+    With AdamW, its state on the device; of PP as many microbatches as 1F1B has in flight. why:
+    what oom_search.py says where it has no answer; then peak_bytes and fits are None. Strategies
+    with the same options share a process: to load PyTorch takes longer than most predictions.
     """
-    found, flight = {}, str(min(sequences, gpus))
+    calls, flight = {}, str(min(sequences, gpus))
+    for strategy in strategies:
+        own, *options = STRATEGIES[strategy][1]
+        options += ["--batch", flight, "--microbatches", flight] if strategy == "pp" else []
+        calls.setdefault(tuple(options), {})[own] = strategy
     with tempfile.TemporaryDirectory() as folder:
-        file, config = Path(folder, "memory.json"), Path(folder, "config.json")
-        config.write_text(json.dumps(config_of(MODELS[name])))
-        model = name if "-" in name else folder
-        for strategy in strategies:
-            call = [sys.executable, LABS.parent / "oom_search.py", "--strategy"]
-            call += [*STRATEGIES[strategy][1], "--model", model, "--nproc", str(gpus)]
-            call += ["--at", str(length), "--gpu", gpu, "--how", "predicted"]
-            call += ["--optimizer", "adamw", "--journal", f"{folder}/journal", "--json", file]
-            call += ["--batch", flight, "--microbatches", flight] if strategy == "pp" else []
-            file.unlink(missing_ok=True)
-            print(f"  memory of {STRATEGIES[strategy][0]} ...", file=sys.stderr, flush=True)
-            done = subprocess.run(call, capture_output=True, text=True)
-            said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-            row = json.loads(file.read_text())["results"][0] if file.exists() else {}
-            why = row.get("error") or "".join(said[-1:]).removeprefix("error: ")
-            found[strategy] = {"peak_bytes": None, "fits": None, "why": why or "no answer"}
-            if "at" in row:
-                peak, fits = max(row["at"][0]["peak_memory_bytes"]), row["at"][0]["fits"]
-                found[strategy] = {"peak_bytes": peak, "fits": fits, "why": None}
+        Path(folder, "config.json").write_text(json.dumps(config_of(MODELS[name])))
+        program = [sys.executable, LABS.parent / "oom_search.py", "--how", "predicted"]
+        program += ["--model", name if "-" in name else folder, "--nproc", str(gpus)]
+        program += ["--at", str(length), "--gpu", gpu, "--optimizer", "adamw", "--strategy"]
+        streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        jobs, found = [], {}
+        for options, names in calls.items():
+            call = [*program, *names, *options, "--json", f"{len(jobs)}.json"]
+            jobs.append(subprocess.Popen(call, cwd=folder, text=True, **streams))
+        try:
+            said = [job.communicate()[1] for job in jobs]
+        finally:  # Ctrl-C
+            for job in jobs:
+                job.kill()
+        for number, names in enumerate(calls.values()):
+            errors = re.findall("^error: (.*)", said[number], re.M)
+            unknown = {"peak_bytes": None, "fits": None, "why": (errors or ["no answer"])[-1]}
+            found |= dict.fromkeys(names.values(), unknown)
+            file = Path(folder, f"{number}.json")
+            for row in json.loads(file.read_text())["results"] if file.exists() else []:
+                answer = unknown | {"why": row.get("error")}
+                for entry in row.get("at", []):
+                    peak = max(entry["peak_memory_bytes"])
+                    answer = {"peak_bytes": peak, "fits": entry["fits"], "why": None}
+                found[names[row["strategy"]]] = answer
     return found
 
 
@@ -157,143 +198,78 @@ def ranking(row):
     return 0 if row["fits"] else 1, row["seconds"]
 
 
+def both_mfus(lab, model, length, speed, gpus):
+    """(full, causal): MFU with the half of attention that is masked, and without it.
+
+    speed: tokens a second of all GPUs.
+    """
+    layers, attention, head = lab.flops_per_token(model, length)
+    used = lab.mfu(model, length, speed, gpus, lab.H100.peak)
+    return used, used * (1 - attention / 2 / (layers + attention + head))
+
+
 def plan(lab, args, off):
     """Rank the strategies; off: score() of the model where it could be checked."""
-    model, cluster = MODELS[args.model], cluster_of(lab, args.gpu)
+    model, cluster = MODELS[args.model], cluster_of(lab, args.gpu, args.attention)
     gpus = args.nodes * cluster.node
     tokens, rows = args.sequences * args.length, []
     reasons = {strategy: why_not(model, strategy, gpus) for strategy in STRATEGIES}
     able = [strategy for strategy, reason in reasons.items() if not reason]
+    print("\n  Predicting the memory takes 10 to 30 s.", file=sys.stderr, flush=True)
     memory = peak_memory(able, args.model, gpus, args.length, args.sequences, args.gpu)
     for strategy in able:
         parts = strategy_parts(lab, model, strategy, gpus, args.length, args.sequences, cluster)
         seconds = sum(parts.values())
-        used = lab.mfu(model, args.length, tokens / seconds, gpus, cluster.peak)
-        row = {"strategy": strategy, "seconds": seconds, "mfu": used, "parts": parts}
-        rows.append(row | memory[strategy])
+        full, causal = both_mfus(lab, model, args.length, tokens / seconds, gpus)
+        row = {"strategy": strategy, "seconds": seconds, "mfu": full, "mfu_causal": causal}
+        rows.append(row | {"parts": parts} | memory[strategy])
     rows.sort(key=ranking)
     print(
-        f"\n{args.model} on {args.nodes} x 8 {args.gpu}, {args.sequences} sequences of "
-        f"{args.length:,} tokens a step, bf16, AdamW"
+        f"\n{args.model} on {args.nodes} x 8 {args.gpu}, {args.length:,} tokens a sequence, "
+        f"{args.sequences} a step, bf16, AdamW\nattention: {KERNELS[args.attention]}"
     )
     if rows and not any(row["fits"] for row in rows):
         print("  Nothing is known to fit: more nodes, an H200 or a shorter sequence may help.")
-    lines = [["", "s a step", "tokens/s", "MFU", "what fills the time", "GiB", "fits"]]
+    lines = [["", "s a step", "tokens/s", "MFU: full", "causal", "what fills the time"]]
+    lines[0] += ["GiB", "fits"]
     for row in rows:
         largest = sorted(row["parts"].items(), key=lambda part: -part[1])[:4]
         fills = [f"{name} {part / row['seconds']:.0%}" for name, part in largest]
         size = f"{row['peak_bytes'] / 2**30:.1f}" if row["peak_bytes"] else "-"
         fits = {True: "yes", False: "no", None: f"not known: {row['why']}"}[row["fits"]]
-        speed = [f"{row['seconds']:.1f}", f"{tokens / row['seconds']:,.0f}", f"{row['mfu']:.1%}"]
+        speed = [f"{row['seconds']:.1f}", f"{tokens / row['seconds']:,.0f}"]
+        speed += [f"{row['mfu']:.1%}", f"{row['mfu_causal']:.1%}"]
         lines.append([STRATEGIES[row["strategy"]][0], *speed, ", ".join(fills), size, fits])
-    lines += [
-        [STRATEGIES[strategy][0], *"----", "-", f"cannot run: {reason}"]
-        for strategy, reason in reasons.items()
-        if reason
-    ]
+    for strategy, reason in reasons.items():
+        if reason:
+            lines.append([STRATEGIES[strategy][0], *"------", f"cannot run: {reason}"])
     table(*lines)
+    long = {name: sum(parts.values()) for name, parts in published_run(lab).items()}
+    runs = [f"{PUBLISHED[name]} s ({x:.0f} predicted)" for name, x in long.items()]
     print(
         "\n  What fits comes first. GiB: the peak of the rank that needs most, by oom_search.py."
+        "\n  MFU: full counts attention over all positions, causal not the half that is masked."
         f"\n  How far off? Where runs could check it (dp x tp of 4096 tokens, not fitted to) half"
         f"\n  were off by {off['median']:.0%} or less, {1 - off['within_20']:.0%} by over 20%; "
         f"{off['ordered']:.0%} of pairs were in order."
-        "\n  Nobody has checked here: all_to_all, recomputation, long sequences, other GPUs."
+        "\n  One long run was published: qwen3-8b, 1,048,576 tokens, ring attention on 8 H100."
+        f"\n  A step took {runs[0]} with FlashAttention, {runs[1]} with cuDNN's."
+        "\n  Nobody has checked here: all_to_all, matmuls that are recomputed, other GPUs."
     )
     return rows
 
 
-def show_split(lab, args):
-    """What fills a step of --split."""
-    name, nodes, (dp, pp, tp) = args.split
-    count = args.sequences
-    parts = lab.step_parts(lab.MODELS[name], lab.H100, dp, pp, tp, 1, count, args.length)
-    seconds = sum(parts.values())
-    speed = dp * count * args.length / seconds
-    used = lab.mfu(lab.MODELS[name], args.length, speed, dp * pp * tp, lab.H100.peak)
-    print(f"\n{name} on {nodes} nodes, dp {dp} x pp {pp} x tp {tp}, {count} microbatches of one")
-    print(f"sequence: {seconds:.3f} s a step, {speed:,.0f} tokens/s, MFU {used:.1%}")
-    table(["part", "s", ""], *([key, x, f"{x / seconds:.0%}"] for key, x in parts.items()))
-    return parts
-
-
-def split_type(text):
-    """MODEL:NODES:DPxPPxTP, a type for argparse."""
-    form = re.fullmatch(r"([\w.-]+):(\d+):(\d+)x(\d+)x(\d+)", text)
-    if not form or form[1] not in MODELS:
-        say = f"{text}: MODEL:NODES:DPxPPxTP, such as 8B:2:4x1x4, of {', '.join(MODELS)}"
-        raise argparse.ArgumentTypeError(say)
-    nodes, dp, pp, tp = (int(number) for number in form.groups()[1:])
-    model = MODELS[form[1]]
-    if dp * pp * tp != 8 * nodes or not nodes:
-        say = f"{dp} x {pp} x {tp} is {dp * pp * tp}, and {nodes} nodes have {8 * nodes} GPUs"
-        raise argparse.ArgumentTypeError(say)
-    if pp > model.layers:
-        say = f"{pp} stages are more than the {model.layers} layers of {form[1]}"
-        raise argparse.ArgumentTypeError(say)
-    if model.heads % tp:
-        say = f"tp {tp} does not divide the {model.heads} heads of {form[1]}"
-        raise argparse.ArgumentTypeError(say)
-    return form[1], nodes, (dp, pp, tp)
-
-
 def draw_plan(axis, rows):
     """A bar for each row of plan(), and what fills it."""
+    labels, ends = [], [0.0] * len(rows)
+    for row in rows:
+        label = STRATEGIES.get(row["strategy"], [row["strategy"]])[0]
+        labels.append(label + (" (does not fit)" if row["fits"] is False else ""))
     for name, colour in COLOURS.items():
-        labels, lefts, widths = [], [], []
-        for row in rows:
-            before = list(COLOURS)[: list(COLOURS).index(name)]
-            label = STRATEGIES.get(row["strategy"], [row["strategy"]])[0]
-            labels.append(label + (" (does not fit)" if row["fits"] is False else ""))
-            lefts.append(sum(row["parts"].get(part, 0.0) for part in before))
-            widths.append(row["parts"].get(name, 0.0))
+        widths = [row["parts"].get(name, 0.0) for row in rows]
         if any(widths):
-            axis.barh(labels, widths, left=lefts, color=colour, label=name)
+            axis.barh(labels, widths, left=ends, color=colour, label=name)
+        ends = [end + width for end, width in zip(ends, widths)]
     axis.invert_yaxis()
     axis.set(xlabel="seconds a step", title="What fills a step")
     axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-
-
-def timetable():
-    """What the explorer's view of time shows: plans of many settings, and the runs.
-
-    steps: {"model ranks gpu network strategy": [for each length: seconds of each part, as text]},
-    of a sequence; of `once` those of a step, however many sequences it has. A number is left out
-    where it is that of the first GPU and network; runs: [what a run was, tp, predicted, measured
-    tokens/s a GPU].
-    """
-    lab, steps = load(LABS / "lab11_time.py"), {}
-    models, ranks = [name for name in MODELS if name.startswith("llama")], [1, 2, 4, 8, 16, 32]
-    lengths, once = [4096 * 2**i for i in range(9)], ["bubble", "gradients", "optimizer", "other"]
-    networks = {"measured": {}, "ideal": {"network": 50e9, "hop": 0.0, "spread": 0.0}}
-    for name, gpus, strategy in product(models, ranks, STRATEGIES):
-        first = None
-        for gpu, network in product(MEMORY, networks):
-            cluster = dataclasses.replace(cluster_of(lab, gpu), **networks[network])
-            setting = lab, MODELS[name], strategy, gpus
-            rows = []
-            for length in () if why_not(*setting[1:]) else lengths:
-                part = strategy_parts(*setting, length, 1, cluster)
-                rows.append([f"{part.get(key, 0):.4g}" for key in COLOURS])
-            first = first or rows
-            same = [
-                ["" if x == y and rows is not first else x for x, y in zip(*two)]
-                for two in zip(rows, first)
-            ]
-            steps[f"{name} {gpus} {gpu} {network} {strategy}"] = [",".join(row) for row in same]
-    judge, dots = [row for row in read_runs() if judged(row) and half(row) == 1], []
-    for row in judge:
-        names = "model", "nodes", "dp", "tp", "mbs", "gradacc", "zero"
-        told = ", ".join(f"{key} {row[key]}" for key in names).removeprefix("model ")
-        dots.append([told, int(row["tp"]), significant(lab.predict_run(row)), measured(row)])
-    flops = {name: [sum(lab.flops_per_token(MODELS[name], n)) for n in lengths] for name in models}
-    data = {"models": models, "gpus": [*MEMORY], "ranks": ranks, "networks": [*networks]}
-    data |= {"strategies": {key: words for key, (words, _) in STRATEGIES.items()}}
-    data |= {"lengths": lengths, "counts": [4, 16, 64], "parts": [*COLOURS], "once": once}
-    data |= {"steps": steps, "memory": {key: oom for key, (_, oom) in STRATEGIES.items()}}
-    score = {name: float(value) for name, value in scored(lab, judge, lab.H100).items()}
-    return data | {"runs": dots, "score": score, "flops": flops, "peak": lab.H100.peak}
-
-
-def significant(number):
-    """With 4 digits, to keep the page small."""
-    return float(f"{number:.4g}")
