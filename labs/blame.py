@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch.distributed as dist
+from cli import UsageError, read_code
 
 MESSAGES = "all_|broadcast|reduce|gather|scatter|barrier|i?send|i?recv|__init__"  # P2POp's
 # what torch says of calls that differ: operation and shape are enough
@@ -57,9 +58,16 @@ def default_group_refused():
 def in_short(wrong, file, apart):
     """(what was found, a hint) of a Wrong; apart: the file must not ask the default group."""
     found = re.sub(CALL, r"\1 \2", wrong.found).partition(".Collectives differ")[0]
-    asked = re.search(WORLD, Path(file).read_text()) if apart else None
+    asked = re.search(WORLD, re.sub("#.*", "", read_code(file)[0])) if apart else None
     world = f"{asked[0]} is of the whole job: group, group.rank(), group.size()" if asked else ""
     return found, "; ".join(filter(None, (world, wrong.hint)))
+
+
+def no_network(problem):
+    """The UsageError for ranks that gloo cannot connect."""
+    reason = str(problem).partition("\n")[0].rpartition("] ")[2]
+    how = "set an interface up (ip link set lo up), and unset GLOO_SOCKET_IFNAME"
+    return UsageError(f"no network between ranks ({reason}): {how}")
 
 
 def listen(path):
@@ -77,8 +85,9 @@ def own_line(frames, file, exercise):
     numbers = [number for name, number in frames if name == file]
     if not numbers:
         return ""
-    lines = Path(file).read_text().splitlines()
-    before = {n: re.findall(r"# (?:end )?exercise.*", "\n".join(lines[:n])) for n in numbers}
+    lines = read_code(file)[0].split("\n")
+    markers = r"# (?:end )?exercise(?:: \w+)?"
+    before = {n: re.findall(markers, "\n".join(lines[:n])) for n in numbers}
     inside = [n for n in numbers if before[n][-1:] == [f"# exercise: {exercise}"]]
     number = (inside or numbers)[-1]
     return f'in "{lines[number - 1].strip()}": '
@@ -86,7 +95,8 @@ def own_line(frames, file, exercise):
 
 def last_line(folder, file, exercise, rank):
     """own_line() of the stack that a rank has written."""
-    frames = re.findall(r'File "(.+)", line (\d+) in', Path(folder, str(rank)).read_text())
+    stack = Path(folder, str(rank)).read_bytes().decode("unicode_escape")  # of faulthandler
+    frames = re.findall(r'File "(.+)", line (\d+) in', stack)
     return own_line([(name, int(number)) for name, number in frames[::-1]], file, exercise)
 
 

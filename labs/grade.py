@@ -15,46 +15,38 @@ wrong answer, or one that never ends, hides no other. Exit status: 0 all pass, 1
 arguments.
 """
 
-import argparse
 import ast
 import re
 import secrets
 import sys
 import tempfile
 import textwrap
+from collections import Counter
 from pathlib import Path
 
-from cli import (
-    Parser,
-    UsageError,
-    atomic_write,
-    check_platform,
-    check_writable,
-    end_with_the_pipe,
-    positive,
-    write_json,
-)
-from harness import LABS, Wrong, check, companion
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # where PYTHONSAFEPATH leaves it out
+import cli  # noqa: E402
+from harness import LABS, Wrong, check, companion  # noqa: E402
 
 MY_LABS = LABS.parent / "my_labs"
 RESTORE = "restore the markers, or start anew"
 
 
 def regions(text):
-    """[(exercise, first line, end)] of a lab's text: lines [first, end) between markers, from 0.
+    """[(exercise, indentation, first line, end)] of a lab's text: lines [first, end), from 0.
 
     Raises Wrong where a marker lacks the other one.
     """
     found, name = [], None
-    for i, line in enumerate(text.splitlines()):
-        start = re.fullmatch(r"\s*# exercise: (\w+)\s*", line)
+    for i, line in enumerate(text.split("\n")):
+        start = re.fullmatch(r"(\s*)# exercise: (\w+)\s*", line)
         end = line.strip() == "# end exercise"
         if (start and name) or (end and not name):
             raise Wrong(f"line {i + 1}: {line.strip()!r} without its other half", RESTORE)
         if start:
-            name, first = start[1], i + 1
+            (indent, name), first = start.groups(), i + 1
         elif end:
-            found.append((name, first, i))
+            found.append((name, indent, first, i))
             name = None
     if name:
         raise Wrong(f"'# exercise: {name}' has no '# end exercise'", RESTORE)
@@ -62,16 +54,17 @@ def regions(text):
 
 
 def replace(text, change):
-    """The text with change(exercise, number, first, lines) for the lines of each region.
+    """The text with change(region, number, lines) for the lines of each region.
 
-    number: which of the exercise's regions it is; first: where its lines begin.
+    number: which of its exercise's regions it is.
     """
-    lines, count, done, out = text.splitlines(), {}, 0, []
-    for name, first, end in regions(text):
-        number = count[name] = count.get(name, -1) + 1
-        out += [*lines[done:first], *change(name, number, first, lines[first:end])]
+    lines, count, done, out = text.split("\n"), Counter(), 0, []
+    for region in regions(text):
+        name, _, first, end = region
+        out += [*lines[done:first], *change(region, count[name], lines[first:end])]
+        count[name] += 1
         done = end
-    return "\n".join([*out, *lines[done:]]) + "\n"
+    return "\n".join([*out, *lines[done:]])
 
 
 def task(text, line):
@@ -87,8 +80,8 @@ def task(text, line):
 def emptied(text):
     """The lab as a learner gets it: each region raises its task, and says how long it will be."""
 
-    def change(name, number, first, lines):
-        indent = re.match(r"\s*", text.splitlines()[first - 1])[0]
+    def change(region, number, lines):
+        _, indent, first, _ = region
         count = sum(bool(line.strip()) and line.strip()[0] != "#" for line in lines)
         about = f"{indent}# about {count} line{'s' if count > 1 else ''}"
         return [about, f"{indent}raise NotImplementedError({task(text, first)!r})"]
@@ -99,17 +92,18 @@ def emptied(text):
 def spliced(finished, answers, exercise):
     """The answers' text, every region but those of one exercise replaced by the finished lab's."""
     right = {}
-    lines = finished.splitlines()
-    for name, first, end in regions(finished):
-        right.setdefault(name, []).append(lines[first:end])
+    lines = finished.split("\n")
+    for name, _, first, end in regions(finished):
+        right.setdefault(name, []).append(textwrap.dedent("\n".join(lines[first:end])))
     count = [name for name, *_ in regions(answers)].count(exercise)
     if count != len(right[exercise]):
         should = f"there should be {len(right[exercise])}"
         raise Wrong(f"{count} places '# exercise: {exercise}', and {should}", RESTORE)
 
-    def change(name, number, first, lines):
+    def change(region, number, lines):
+        name, indent, *_ = region  # the learner's: perhaps tabs
         known = name != exercise and number < len(right.get(name, []))
-        return right[name][number] if known else lines
+        return textwrap.indent(right[name][number], indent).split("\n") if known else lines
 
     return replace(answers, change)
 
@@ -130,13 +124,13 @@ def find_lab(name):
     for stem, path in labs.items():
         if name == stem or stem.startswith(f"{name}_"):
             return path
-    raise UsageError(f"no lab {name}; there are {', '.join(labs)}")
+    raise cli.UsageError(f"no lab {name}: use one of {', '.join(labs)}")
 
 
 def show_labs():
     """List the labs and their exercises."""
     for path in lab_files():
-        names = dict.fromkeys(name for name, *_ in regions(path.read_text()))
+        names = dict.fromkeys(name for name, *_ in regions(cli.read_code(path)[0]))
         print(f"{path.stem}: {', '.join(names)}")
 
 
@@ -144,42 +138,46 @@ def start(lab_file, force):
     """Write the lab with its places empty to my_labs/."""
     target = MY_LABS / lab_file.name
     if target.exists() and not force:
-        lost = "--force writes it anew, and what you wrote is lost"
-        raise UsageError(f"{target} is there already; {lost}")
-    MY_LABS.mkdir(exist_ok=True)
-    atomic_write(target, lambda path: Path(path).write_text(emptied(lab_file.read_text())))
+        lost = "use --force to write it anew and lose what you wrote"
+        raise cli.UsageError(f"{target} is there already: {lost}")
+    try:
+        MY_LABS.mkdir(exist_ok=True)
+    except OSError as problem:
+        raise cli.UsageError(f"cannot write {target}: {problem.strerror}") from None
+    text = emptied(cli.read_code(lab_file)[0])
+    cli.atomic_write(target, lambda path: Path(path).write_text(text, encoding="utf-8"))
     again = f"python labs/grade.py {lab_file.stem.split('_')[0]}"
     print(f"{target}: look for NotImplementedError; then {again}")
 
 
 def grade_one(lab_file, answers, name, seed, timeout):
-    """(whether one exercise passes, what was seen, a hint), of the answers' text."""
+    """(whether one exercise passes, what was seen, a hint), of the answers' (text, encoding)."""
     try:
-        text = spliced(lab_file.read_text(), answers, name)
+        text = spliced(cli.read_code(lab_file)[0], answers[0], name)
         compile(text, lab_file.name, "exec")
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / lab_file.name
-            file.write_text(text)
+            file.write_text(text, encoding=answers[1])
             return check(file, name, seed, timeout=timeout)
     except SyntaxError as problem:
         return False, f"{type(problem).__name__}: {problem.msg}: {(problem.text or '').strip()}", ""
-    except ValueError as problem:  # Python 3.11's compile, of a null byte
-        return False, f"ValueError: {problem}", ""
     except Wrong as wrong:
         return False, wrong.found, wrong.hint
 
 
 def grade(args, lab_file):
     """Grade the learner's answers, a line an exercise; returns whether all pass."""
+    cli.shorten_tempdir()
     answers_file = Path(args.file or MY_LABS / lab_file.name)
     if not answers_file.is_file():
-        how = f"python labs/grade.py start {args.what[0]} writes one to fill in"
-        raise UsageError(f"no {answers_file}; {how}")
+        how = f"use python labs/grade.py start {args.what[0]} to write one"
+        raise cli.UsageError(f"no {answers_file}: {how}")
     seed = secrets.randbelow(1 << 31) if args.seed is None else args.seed
-    answers, results = answers_file.read_text(errors="replace"), {}
+    answers, results = cli.read_code(answers_file), {}
     checks = companion("checks", lab_file).CHECKS
     if args.only not in (None, *checks):
-        raise UsageError(f"{lab_file.stem} has no exercise {args.only}; it has {', '.join(checks)}")
+        known = ", ".join(checks)
+        raise cli.UsageError(f"{lab_file.stem} has no exercise {args.only}: use one of {known}")
     names = [args.only] if args.only else list(checks)
     width = max(map(len, names))
     for name in names:
@@ -194,39 +192,39 @@ def grade(args, lab_file):
     print(f"\n{verdict} {lab_file.stem}: {count} of {len(names)} exercises pass{again}")
     if args.json:
         whole = {"lab": lab_file.stem, "seed": seed, "passed": count == len(names)}
-        write_json(args.json, {**whole, "exercises": results})
+        cli.write_json(args.json, {**whole, "exercises": results})
     return count == len(names)
 
 
 def main(argv=None):
     """Returns the exit status: 0 all pass, 1 not yet, 2 unusable arguments."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = cli.documented(__doc__)
     add = parser.add_argument
     add("what", nargs="+", metavar="LAB", help="list, start LAB, or LAB alone, to grade it")
     add("--force", action="store_true", help="start: write over what is there")
     add("--file", help="the answers (my_labs/LAB.py)")
     add("--only", metavar="NAME", help="grade one exercise")
     add("--seed", type=int, help="of the inputs (a new one each time)")
-    add("--timeout", type=positive, default=60, help="seconds for an exercise (60)")
+    add("--timeout", type=cli.positive, default=60, help="seconds for an exercise (60)")
     add("--json", metavar="FILE", help="write the results")
     try:
-        check_platform()
+        cli.check_platform()
         args = parser.parse_args(argv)
         if args.what == ["list"]:
             show_labs()
             return 0
-        check_writable(args.json)
+        cli.check_writable(args.json)
         if args.what[0] == "start" and len(args.what) == 2:
             start(find_lab(args.what[1]), args.force)
             return 0
         if len(args.what) > 1:
-            raise UsageError(f"{' '.join(args.what)}: list, start LAB, or LAB would do")
+            raise cli.UsageError(f"{' '.join(args.what)}: use list, start LAB, or LAB")
         return 0 if grade(args, find_lab(args.what[0])) else 1
-    except UsageError as problem:
+    except cli.UsageError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
 
 
 if __name__ == "__main__":
-    end_with_the_pipe()
+    cli.please_any_reader()
     sys.exit(main())

@@ -21,6 +21,7 @@ from types import ModuleType
 import blame
 import torch
 import torch.distributed as dist
+from cli import UsageError, escape_output, shorten_tempdir
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -116,15 +117,20 @@ def rank_main(pipe, rank, world, apart, folder, limit):
     gc.freeze()  # no rank need look for garbage among what has been imported
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # gloo complains there of ranks that were ended
     blame.listen(f"{folder}/{rank - apart}")
+    escape_output()
     signal.alarm(limit)  # the parent ends it long before; this is for a parent that was killed
     torch.set_num_threads(1)
     # torch 2.13 renames all_gather_into_tensor and reduce_scatter_tensor; 2.11 has the old names
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    store = dist.FileStore(f"{folder}/store", world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    group = dist.new_group(range(apart, world)) if apart else dist.group.WORLD
-    with blame.default_group_refused() if apart else nullcontext():
-        pipe.send(answer(pipe, group))
+    try:
+        store = dist.FileStore(f"{folder}/store", world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        group = dist.new_group(range(apart, world)) if apart else dist.group.WORLD
+    except RuntimeError as problem:
+        pipe.send((False, blame.no_network(problem)))
+    else:
+        with blame.default_group_refused() if apart else nullcontext():
+            pipe.send(answer(pipe, group))
     with suppress(EOFError):
         pipe.recv()  # a rank that leaves early would break the others' connections
     os._exit(0)
@@ -164,6 +170,7 @@ def on_ranks(world, function, *args, timeout=60, apart=False, exercise=None):
     args = [Path(arg.__file__) if isinstance(arg, ModuleType) else arg for arg in args]
     file = next((str(arg) for arg in args if isinstance(arg, Path)), None)
     processes, pipes = [], []
+    shorten_tempdir()
     with tempfile.TemporaryDirectory() as folder:
         try:
             for rank in range(world + apart):
@@ -199,6 +206,9 @@ def collect(processes, pipes, timeout, where):
             if not fine:
                 wrong[rank] = results[rank]
                 end = min(end, time.monotonic() + 0.5)  # the others may have died, or know more
+    for problem in results:
+        if isinstance(problem, UsageError):  # no group
+            raise problem
     if wrong:  # a death first: the others' errors come of it
         rank = min(wrong, key=lambda rank: rank not in died)
         raise Wrong(f"rank {rank}: {wrong[rank].found}", wrong[rank].hint)

@@ -88,7 +88,7 @@ def watched(program, *args, group, seconds):
      "record": its flight record}
     """
     result, hung = None, False
-    with tempfile.TemporaryFile("w+") as file:
+    with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback_later(seconds, file=file)
         try:
             result = program(*args, group)
@@ -99,7 +99,7 @@ def watched(program, *args, group, seconds):
         finally:
             faulthandler.cancel_dump_traceback_later()
         file.seek(0)
-        stack = file.read()
+        stack = file.read().decode("unicode_escape")  # of a path with an accent
     return {"result": result, "hung": hung, "stack": stack, "record": flight_record(group)}
 
 

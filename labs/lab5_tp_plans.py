@@ -72,14 +72,14 @@ def validate_heads(config, world):
     """Raise ValueError unless every rank gets whole query heads, and the KV heads they read.
 
     That is: world divides config.num_attention_heads and config.num_key_value_heads. The message
-    names both numbers, world, and all numbers of ranks that would do.
+    names both numbers, world, and all numbers of ranks that work.
     """
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     # exercise: validate_heads
     if heads % world or kv_heads % world:
         fit = [str(n) for n in range(1, kv_heads + 1) if heads % n == 0 and kv_heads % n == 0]
         cut = f"{heads} heads and {kv_heads} KV heads cannot be cut over {world} ranks"
-        raise ValueError(f"{cut}; ranks that would do: {', '.join(fit)}")
+        raise ValueError(f"{cut}: use {', '.join(fit)} ranks")
     # end exercise
 
 
@@ -411,7 +411,7 @@ def load_plan(path):
     try:
         return pkgutil.resolve_name(path)
     except Exception as problem:  # whatever the module raises
-        raise ValueError(f"no plan at {path}: {problem}; package.module.name would do") from None
+        raise ValueError(f"no plan at {path}: {problem}; use package.module.name") from None
 
 
 def choose_plan(model, sequence_parallel=False, custom=None, hf=False):

@@ -1,19 +1,25 @@
 """What the labs' pictures share: colours of ranks, a figure that is saved, a matrix cut up."""
 
 from contextlib import contextmanager
+from pathlib import Path
+
+from cli import UsageError
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart
-BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#CC79A7",
-    "#56B4E9",
-    "#D55E00",
-    "#F0E442",
-)
+BLUE, ORANGE, GREEN, PINK = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
+SKY, RED, YELLOW = "#56B4E9", "#D55E00", "#F0E442"
 GREY, PALE = "#999999", "#BBBBBB"
 RANKS = BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW, GREY  # the colour of each rank
+
+
+def check_picture(path):
+    """Raise UsageError for a file that is no kind of picture; None is fine."""
+    if path:
+        from matplotlib.figure import Figure
+
+        kinds = Figure().canvas.get_supported_filetypes()
+        if Path(path).suffix[1:] not in kinds:
+            raise UsageError(f"cannot draw {path}: use a name that ends in .{', .'.join(kinds)}")
 
 
 @contextmanager

@@ -5,40 +5,35 @@ Every exercise's check, on as many ranks as it asks for; if all hold, the lab's 
 writes it, --inject-bug NAME puts one of the lab's bugs in, which a check has to catch.
 """
 
-import argparse
+import math
 import os
 import sys
 from functools import partial
 from pathlib import Path
 
-from cli import (
-    Parser,
-    UsageError,
-    atomic_write,
-    check_platform,
-    check_writable,
-    end_with_the_pipe,
-    finite,
-    write_json,
-)
+import cli
 from harness import Wrong, check, companion, load
+from pictures import check_picture
 
 
 def parse(lab, shown, bugs, argv):
     """The command line's arguments: those of every lab, and the lab's own. Raises UsageError."""
-    parser = Parser(description=lab.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = cli.documented(lab.__doc__)
     add = parser.add_argument
     add("--seed", type=int, default=0, help="of the checks' inputs (0)")
     add("--json", metavar="FILE", help="write the results")
     add("--plot", metavar="FILE", help="draw them")
-    add("--predict", metavar="N", type=finite, help="answer the question that the run ends with")
+    finite = cli.number(-math.inf, math.inf)
+    predict = "answer the question that the run ends with"
+    add("--predict", metavar="N", type=finite, help=predict)
     add("--inject-bug", metavar="NAME", help="run with a bug to be caught; list: name them")
     shown.add_options(parser)
     args = parser.parse_args(argv)
     if args.inject_bug not in (None, "list", *bugs):
-        raise UsageError(f"no bug {args.inject_bug}; --inject-bug list names them")
-    check_writable(args.json)
-    check_writable(args.plot)
+        raise cli.UsageError(f"no bug {args.inject_bug}: use --inject-bug list, which names them")
+    cli.check_writable(args.json)
+    cli.check_writable(args.plot)
+    check_picture(args.plot)
     return args
 
 
@@ -90,7 +85,7 @@ def run_lab(file, argv=None):
     0: all held, 1: a check failed, 2: unusable arguments.
     """
     try:
-        check_platform()
+        cli.check_platform()
         lab, shown = load(file), companion("experiments", file)
         bugs = {bug.__name__: bug.__doc__ for bug in companion("checks", file).BUGS}
         args = parse(lab, shown, bugs, argv)
@@ -102,11 +97,11 @@ def run_lab(file, argv=None):
         else:
             results = check_and_show(file, lab, shown, args)
         if args.json:
-            write_json(args.json, results)
+            cli.write_json(args.json, results)
         if args.plot and "prediction" in results:
-            atomic_write(args.plot, partial(shown.draw, results))
+            cli.atomic_write(args.plot, partial(shown.draw, results))
         return 0 if results["passed"] else 1
-    except UsageError as problem:
+    except cli.UsageError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
     except Wrong as wrong:  # a rank of an experiment, which has nothing to compare
@@ -120,7 +115,7 @@ def main(file):
     Where torchrun has started several ranks, rank 0 alone reads the command line: the others call
     follow(lab) of labs/experiments/labN.py, if there is one (lab 8).
     """
-    end_with_the_pipe()
+    cli.please_any_reader()
     follow = getattr(companion("experiments", file), "follow", None)
     if follow and "RANK" in os.environ and "MASTER_ADDR" not in os.environ:
         print("error: RANK is set, MASTER_ADDR is not: unset it, or use torchrun", file=sys.stderr)

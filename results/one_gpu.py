@@ -58,7 +58,7 @@ def main():
     sys.argv = sys.argv[1:]
     if not sys.argv or not os.path.exists(sys.argv[0]):
         if os.environ.get("RANK", "0") == "0":
-            print("error: which script? results/one_gpu.py tp.py would do", file=sys.stderr)
+            print("error: no script given: use results/one_gpu.py tp.py", file=sys.stderr)
         sys.exit(2)
     runpy.run_path(sys.argv[0], run_name="__main__")
 

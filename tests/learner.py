@@ -75,6 +75,31 @@ def answered(lab, answers):
     return text
 
 
+def with_comment(text, comment):
+    """A lab's text with a comment at the beginning of each exercise."""
+    return re.sub(r"^( *)# exercise: \w+\n", rf"\g<0>\1# {comment}\n", text, flags=re.M)
+
+
+def indented(text, unit):
+    """A text with another unit of indentation than four blanks."""
+    return re.sub("^(?:    )+", lambda blanks: unit * (len(blanks[0]) // 4), text, flags=re.M)
+
+
+BREAKS = "\u2028 \u2029 \x85 \v \f \x1c"  # lines for str.splitlines(), and not for Python
+SAVED = {  # how editors save a lab: {name: its bytes}
+    "as it is": lambda text: with_comment(text, "réduit").encode(),
+    "byte order mark": lambda text: b"\xef\xbb\xbf" + with_comment(text, "réduit").encode(),
+    "CR LF": lambda text: text.replace("\n", "\r\n").encode(),
+    "CR": lambda text: text.replace("\n", "\r").encode(),
+    "tabs": lambda text: indented(text, "\t").encode(),
+    "two blanks": lambda text: indented(text, "  ").encode(),
+    "Latin-1": lambda text: f"# coding: latin-1\n{with_comment(text, 'réduit')}".encode("latin-1"),
+    "separators": lambda text: with_comment(text, f"pasted {BREAKS}, from slides").encode(),
+    "form feeds": lambda text: text.replace("\n\n\n", "\n\n\f\n").encode(),
+    "blanks, no end": lambda text: re.sub(r"(exercise.*)\n", r"\1  \n", text).rstrip("\n").encode(),
+}
+
+
 def graded(lab, exercise, answer=(), bug=None):
     """(passed, report and hint) of an exercise with an answer, or with a bug."""
     with tempfile.TemporaryDirectory() as folder:

@@ -20,8 +20,7 @@ from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
-from forks import ROOT
-
+ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "results"))
 import make  # noqa: E402
 

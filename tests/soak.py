@@ -15,8 +15,9 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-from conftest import changed, live
-from forks import MODELS, STRATEGIES, prepare, run_script
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
+from conftest import changed, live  # noqa: E402
+from forks import MODELS, STRATEGIES, prepare, run_script  # noqa: E402
 
 CHOICES = ["tiny", "own_kv", "bias", "shared_kv", "even", "head_dim", "deep"]
 WORKS = {"own_kv": [1, 2, 3], "shared_kv": [1, 2, 3, 4, 5]}  # of the others 1 to 4

@@ -131,13 +131,10 @@ LAB = {
     "--json": st.just("/no/x.json"),
     "--typo": None, "more": None,
 }  # fmt: skip
+SIM = dict.fromkeys(["--tp", "--batch", "--seq", "--hidden", "--ffn"], NUMBERS) | {"--typo": None}
 OTHERS = {
-    "sp_layout_sim": {
-        "--tp": NUMBERS, "--batch": NUMBERS, "--seq": NUMBERS, "--hidden": NUMBERS,
-        "--ffn": NUMBERS,
-        "--tp-mode": ANY, "--layout": ANY, "--break": ANY,
-        "--json": WORDS, "--typo": None,
-    },
+    "sp_layout_sim": SIM | {"--break": ANY},
+    "four_layouts": SIM | {"--heads": NUMBERS, "--layout": ANY, "--json": WORDS},
     **{path.stem: LAB for path in sorted((ROOT / "labs").glob("lab*.py"))},
 }  # fmt: skip
 

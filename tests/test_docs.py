@@ -146,7 +146,7 @@ ELSEWHERE = {  # commands that are run as they stand, but not by the test below
     r"\$GGUF": "test_real_weights.py",
     r"torchrun .*--model llama-3\.1-8b": "nowhere: it takes 8 GPUs",
 }
-QUICK = re.compile(r"python (sp_layout_sim\.py|pp\.py --mode schedule|.*--list)|diff ")  # seconds
+QUICK = re.compile(r"python (sp_l|labs/four_l|pp\.py --mode schedule|.*--list)|diff ")  # seconds
 
 
 def here(lines):

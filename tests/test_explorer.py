@@ -18,7 +18,6 @@ from pytest import approx
 
 import oom_search
 import pp
-import sp_layout_sim
 
 PAGE = ROOT / "notebooks" / "explorer.html"
 VIEWS = ["layouts", "memory", "pipelines", "collectives", "time", "bugs"]
@@ -440,9 +439,10 @@ def test_layouts_on_the_page_are_the_simulators(browser, maker):
     """At the end all that is sent; on the way why, and what each rank holds: shapes, slices."""
     reason = re.compile(r": .*\b(since|so|needs?|only|same|at a time)\b[^{}]+$")
     with opened(browser, "layouts&") as tab:
-        for layout, P in [(x, P) for P in (3, 8) for x in sp_layout_sim.LAYOUTS]:
-            args = sp_layout_sim.parse([*maker.BLOCK, "--tp", str(P)])
-            run = sp_layout_sim.run(args)["layouts"][layout]
+        four = maker.four_layouts
+        for layout, P in [(x, P) for P in (3, 8) for x in four.ATTENTION]:
+            args = four.parse([*maker.BLOCK, "--tp", str(P)])
+            run = four.run(args)["layouts"][layout]
             show(tab, "layouts", layout=layout, P=P, step=999)
             found, sent = figures(tab), sum(row["sent_bytes"] for row in run["traffic"])
             assert shows(found["wire bytes so far, a rank"], sent / P)
@@ -459,8 +459,9 @@ def test_layouts_on_the_page_are_the_simulators(browser, maker):
                     if known := run["steps"].get(name):
                         assert shape.startswith(str(tuple(known["shapes"][int(rank)])))
                         start, end = (known["slices"][int(rank)] + ":").split(":")[:2]
-                        cut = f"{known['holds']} {start} to {int(end or 0) - 1}"
-                        assert holds == (known["holds"] if start == "all" else cut)
+                        word = maker.word(known["placement"], known)
+                        cut = f"{word} {start} to {int(end or 0) - 1}"
+                        assert holds == (word if start == "all" else cut)
 
 
 @pytest.mark.slow

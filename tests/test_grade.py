@@ -1,8 +1,11 @@
 """labs/grade.py: hands out, grades, and is neither fooled nor held up."""
 
 import json
+import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -174,12 +177,15 @@ def test_lost_markers_are_named():
 
 
 BAD = [
-    ("lab99", "no lab lab99; there are lab"),
-    ("start lab99", "no lab lab99; there are lab"),
-    ("lab1 --file nowhere.py", "no nowhere.py; python labs/grade.py start lab1"),
-    ("finish lab1", "finish lab1: list, start LAB, or LAB would do"),
-    ("lab1 --timeout 0", "argument --timeout: 0 is not a whole number of at least 1"),
-    ("lab1 --file labs/lab1_collectives.py --only x", "lab1_collectives has no exercise x; it has"),
+    ("lab99", "no lab lab99: use one of lab"),
+    ("start lab99", "no lab lab99: use one of lab"),
+    ("lab1 --file nowhere.py", "no nowhere.py: use python labs/grade.py start lab1"),
+    ("finish lab1", "finish lab1: use list, start LAB, or LAB"),
+    ("lab1 --timeout 0", "argument --timeout: use 1 to 2147483647, not 0"),
+    (
+        "lab1 --file labs/lab1_collectives.py --only x",
+        "lab1_collectives has no exercise x: use one of",
+    ),
     ("", "the following arguments are required: LAB"),
 ]
 
@@ -198,6 +204,67 @@ def test_bad_input(options, message, capsys, monkeypatch):
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith(f"error: {message}")
     assert said.err.count("\n") == 1
+
+
+def test_a_file_that_python_cannot_read_is_one_line(tmp_path, capsys):
+    text, file = LABS["lab1"].read_text(), tmp_path / "mine.py"
+    for data in (text.encode("utf-16"), text.encode("utf-16-le"), text.encode("utf-32")):
+        file.write_bytes(data)
+        assert grading.main(["lab1", "--file", str(file)]) == 2
+        line = f"error: {file} has null bytes, as UTF-16 has: save it as UTF-8\n"
+        assert capsys.readouterr() == ("", line)
+    for data in (b"# r\xe9duit\n", b"\n\n# r\xe9duit\n", b"# coding: klingon\n"):
+        file.write_bytes(data + text.encode())
+        assert grading.main(["lab1", "--file", str(file)]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.endswith(f": save {file} as UTF-8\n") and err.count("\n") == 1
+
+
+def test_what_cannot_be_written_is_said_before_the_work(tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(grading, "MY_LABS", tmp_path / "file" / "my_labs")
+    assert grading.main(["start", "lab1"]) == 2
+    for path in (tmp_path, tmp_path / "file" / "x.json", f"{tmp_path}/no/", "/dev/null", 300 * "x"):
+        assert grading.main(["lab1", "--json", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and re.fullmatch(r"(error: cannot write .*\n){6}", err), err
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
+CLUSTER = {"PYTHONSAFEPATH": "1", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+
+
+def test_a_cluster_with_a_long_tmpdir_and_a_locale_of_ascii(tmp_path):
+    """An answer that prints and raises what the locale has no letters for."""
+    (deep := tmp_path / (90 * "a")).mkdir()
+    answer = "    print('réduit')\n    raise ValueError('réduit')\n"
+    text = re.sub(r"( *# exercise: overlap\n)", rf"\1{answer}", LABS["lab1"].read_text())
+    (tmp_path / "mine.py").write_text(text, encoding="utf-8")
+    words = "lab1", "--file", tmp_path / "mine.py", "--only", "overlap"
+    run = python("labs/grade.py", *words, env=CLUSTER | {"TMPDIR": str(deep)})
+    assert run.returncode == 1 and run.stderr == "", run.stderr
+    assert "ValueError: r\\xe9duit\n" in run.stdout, run.stdout
+
+
+LAB1 = "labs/lab1_collectives.py"
+WITHOUT = [f"labs/grade.py lab1 --file {LAB1}", pytest.param(LAB1, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("words", WITHOUT)
+def test_ranks_without_a_network_are_no_wrong_answer(words):
+    run = python(*words.split(), env={"GLOO_SOCKET_IFNAME": "none0"})
+    assert run.returncode == 2 and "FAIL" not in run.stdout
+    assert re.fullmatch(r"error: no network between ranks \(.*\n", run.stderr), run.stderr
+
+
+@pytest.mark.parametrize("words", ["grade.py list", "break_it.py --list", "lab1_collectives.py"])
+def test_a_reader_may_leave_early(words):
+    reader, writer = os.pipe()
+    os.close(reader)
+    how = {"cwd": ROOT / "labs", "stdout": writer, "stderr": subprocess.PIPE}
+    run = subprocess.run([sys.executable, *words.split()], **how)
+    os.close(writer)
+    assert run.returncode == -signal.SIGPIPE and run.stderr == b""
 
 
 def test_windows_is_told_what_would_do(monkeypatch, capsys):

@@ -90,8 +90,8 @@ def test_the_example_of_the_notes():
 @pytest.mark.parametrize(
     "options,message",
     [
-        ("--ranks 1", "argument --ranks: 1 ranks: 2 to 64 would do"),
-        ("--tokens 100", "argument --tokens: 100 tokens: 8192 to 1048576 would do"),
+        ("--ranks 1", "argument --ranks: use 2 to 64, not 1"),
+        ("--tokens 100", "argument --tokens: use 8192 to 1048576, not 100"),
     ],
 )
 def test_bad_input_is_one_line(options, message, capsys):

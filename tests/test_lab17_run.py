@@ -78,7 +78,7 @@ def test_the_example_of_the_notes():
 
 def test_bad_input_is_one_line(capsys):
     assert run_lab(LABS["lab17"], ["--ranks", "5"]) == 2
-    assert capsys.readouterr() == ("", "error: argument --ranks: 5 ranks: 2, 3 or 4 would do\n")
+    assert capsys.readouterr() == ("", "error: argument --ranks: use 2 to 4, not 5\n")
 
 
 UPDATE = "matrix.own.grad.lerp(matrix.momentum, beta)"

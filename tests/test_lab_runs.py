@@ -130,7 +130,7 @@ def test_lab2s_ranges_and_refusals():
     alone, logits = SimpleNamespace(rank=lambda: 0, size=lambda: 1), torch.zeros(2, 6)
     loss, target = lab2.vocab_parallel_cross_entropy, torch.tensor([0, 1])
     embedding = lab2.VocabParallelEmbedding.from_embedding(torch.nn.Embedding(6, 4), alone)
-    with pytest.raises(ValueError, match="2 tokens cannot be cut over 3 ranks; 2 ranks would do"):
+    with pytest.raises(ValueError, match="2 tokens cannot be cut over 3 ranks: use 2 ranks"):
         lab2.vocab_range(2, 0, 3)
     with pytest.raises(IndexError, match=r"a target is neither in \[0, 6\) nor -100"):
         loss(logits, target - 1, alone)
@@ -427,7 +427,7 @@ def test_lab8s_mesh_where_the_command_line_does_not_say(monkeypatch):
     for world, shape in ((1, (1, 1, 1)), (2, (1, 1, 2)), (6, (3, 1, 2)), (16, (4, 2, 2))):
         monkeypatch.setenv("WORLD_SIZE", str(world))
         assert sizes() == shape
-    found = "2 x 2 x 2 is 8 ranks, and torchrun started 16; --dp 16 --pp 1"
+    found = "2 x 2 x 2 is 8 ranks, and torchrun started 16: use --dp 16 --pp 1"
     with pytest.raises(UsageError, match=found):
         sizes(2, 2, 2)
 
@@ -475,7 +475,7 @@ def test_lab8_on_two_nodes(tmp_path):
 def test_bad_input_ends_lab8_on_both_nodes(tmp_path):
     """Rank 0 alone reads the command line: the others, on either node, must not wait for it."""
     status, printed = slurm(tmp_path, "--tp", 3, cpus="1")
-    found = "error: argument --tp: 3 does not divide the 2 ranks that torchrun started"
+    found = "error: argument --tp: use a divisor of the 2 ranks that torchrun started, not 3"
     assert status == 1 and printed.count(found) == 1
 
 

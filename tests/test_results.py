@@ -60,7 +60,7 @@ def test_a_step_of_each_kind(part, step, row):
     assert not re.search('"(tensors|timeline)"', json.dumps(outcome)), "too long to be kept"
 
 
-def test_limits_are_tried_where_the_prediction_ends():
+def test_limits_are_tried_and_compared():
     """Without a GPU: the lines that would run, and the table of what they might have found."""
 
     def result(*rows):
@@ -70,7 +70,7 @@ def test_limits_are_tried_where_the_prediction_ends():
     outcomes = {"predicted, 12 GiB": result(("tp", 1, 50176, 50688), ("tp", 2, None, 512))}
     lines = steps_of("limits", False, outcomes)
     there = "--how emulated --strategy tp --nproc"
-    assert lines["tp on 1, 12 GiB"].endswith(f"{there} 1 --lo 50176 --hi 50688")
+    assert lines["tp on 1, 12 GiB"].endswith(f"{there} 1")
     assert lines["tp on 2, 12 GiB"].endswith(f"{there} 2")
     outcomes |= {"predicted, 40 GiB, no remedy": result(("tp", 1, 19456, 19968))}
     outcomes |= {"tp on 1, 12 GiB": result(("tp", 1, 51200, 51712))}
@@ -80,8 +80,8 @@ def test_limits_are_tried_where_the_prediction_ends():
 
 
 def test_a_step_that_fails_says_why():
-    outcome = make.run("python sp_layout_sim.py --hidden 18")
-    assert outcome["error"][-1].endswith("error: --hidden 18 must be a multiple of --heads 4")
+    outcome = make.run("python labs/four_layouts.py --tp 0")
+    assert outcome["error"][-1].endswith("error: --tp 0: use 1 to 64")
 
 
 def test_a_proof_that_failed_is_not_left_blank():
@@ -98,7 +98,7 @@ def test_an_unknown_part_is_refused(capsys):
 @pytest.mark.parametrize("script", [[], ["nowhere.py"]])
 def test_ranks_on_one_gpu_need_a_script(script):
     done = python("results/one_gpu.py", *script)
-    said = "error: which script? results/one_gpu.py tp.py would do\n"
+    said = "error: no script given: use results/one_gpu.py tp.py\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
 
 

@@ -41,7 +41,7 @@ def raised(function, *args, kind=ValueError):
     except NotImplementedError:  # an exercise not done
         raise
     except Exception as problem:
-        hint = f"raise {kind.__name__}, with a message that says what would do"
+        hint = f"raise {kind.__name__}, with a message that says what to use"
         raise Wrong(f"{type(problem).__name__}: {problem}", hint) from None
     return None
 

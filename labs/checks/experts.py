@@ -47,16 +47,39 @@ class Float64(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def tiny(family, experts, k, seed, width=12, **changes):
-    """Hugging Face's model with random weights, the same on every rank."""
-    config, causal, count_name, width_name = FAMILIES[family]
-    sizes = SIZES | {count_name: experts, width_name: width, "num_experts_per_tok": k} | changes
+def random_model(causal, config, seed):
+    """Hugging Face's model with random weights, in float64, the same on every rank."""
     torch.manual_seed(seed)
-    model = causal(config(**sizes))
-    model.set_experts_implementation("eager")  # the model's own lines, no kernel in their place
-    model = model.double().eval()
+    model = causal(config).double().eval()
     for parameter in model.parameters():  # so that no norm is 1 and no two choices are alike
         parameter.data += 0.2 * torch.randn(parameter.shape, dtype=torch.float64)
+    return model
+
+
+def relative_errors(loss, grads, right_loss, right):
+    """{"loss", each parameter's name: error} of gradients {name: tensor} and one device's."""
+    norm = torch.stack([grad.norm() for grad in right.values()]).norm()
+    errors = {"loss": abs(loss - right_loss).item() / right_loss.item()}
+    for name, grad in right.items():
+        # what is zero by construction is held against a thousandth of all gradients' norm
+        error = (grads[name] - grad).norm() / torch.maximum(grad.norm(), norm / 1000)
+        errors[name] = error.item()
+    return errors
+
+
+def expect_exact(what, errors, most=EXACT):
+    """Raise Wrong unless all errors {name: error} are at most `most`; the largest."""
+    for name, error in errors.items():
+        expect(error <= most, f"{what}: {name} is off by {error:.1e} (at most {most:.0e})")
+    return max(errors.values())
+
+
+def tiny(family, experts, k, seed, width=12, **changes):
+    """A random_model() with so many experts."""
+    config, causal, count_name, width_name = FAMILIES[family]
+    sizes = SIZES | {count_name: experts, width_name: width, "num_experts_per_tok": k} | changes
+    model = random_model(causal, config(**sizes), seed)
+    model.set_experts_implementation("eager")  # the model's own lines, no kernel in their place
     return model
 
 
@@ -98,14 +121,8 @@ def model_errors(lab, case, rank, world, parallel):
         found = lab.train_step(*call)
     held = slice(*lab.split(case.experts, group.rank(), group.size()))
     grads = {name: p.grad for name, p in model.named_parameters()}
-    norm = torch.stack([grad.norm() for grad in right.values()]).norm()
-    errors = {"loss": abs(found - loss).item() / loss.item()}
-    for name, grad in right.items():
-        ours, grad = own_share(name, grad, held)
-        # what is zero by construction is held against a thousandth of all gradients' norm
-        error = (grads[ours] - grad).norm() / torch.maximum(grad.norm(), norm / 1000)
-        errors[ours] = error.item()
-    return errors
+    right = dict(own_share(name, grad, held) for name, grad in right.items())
+    return relative_errors(found, grads, loss, right)
 
 
 def a_case(family, experts, k, seed, rows, length=5, coefficient=0.1):
@@ -256,7 +273,7 @@ def follow_balance(lab, group, rank, tokens, layers, k, seed):
     hint = "the gradient comes by the probabilities; counts have none, whichever rank's"
     for a, b in zip(found, torch.autograd.grad(right * sum(tokens), logits)):
         close(f"{what}: the gradient", a, b[mine], None, hint)
-    most = f"{traffic.ops}: one all-reduce of {count} numbers would do"
+    most = f"{traffic.ops}: use one all-reduce of {count} numbers"
     expect(traffic.bytes("all_reduce") <= 8 * count and len(traffic.ops) == 1, most)
 
 

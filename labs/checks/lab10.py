@@ -182,7 +182,7 @@ def check_tiles_alive(lab, seed):
                 alive.peak = 0
                 y.backward(torch.ones_like(y))
         most = 7 * x.nbytes + 2 * y.nbytes + 2 * weights + 12 * tile
-        found = f"{what}: {alive.peak} bytes at the peak of the backward, {most} would do"
+        found = f"{what}: {alive.peak} bytes at the peak of the backward: use {most}"
         hint = "each tile's y.backward(dy) before the next tile runs, not one graph of them all"
         expect(alive.peak <= most, found, hint)
 

@@ -315,7 +315,7 @@ def mending(lab, program, types, returns, problem, least):
     i, src, dst, axis = how
     where = "in place of an operand's move" if i is None else f"of operand {i + 1}"
     move = f"a move {src} to {dst} on {axis}, {where}," if src != dst else "leaving the move out"
-    return f"; {move} would mend it"
+    return f"; mend it by {move}"
 
 
 def layer_hint(lab, name, seed):
@@ -353,7 +353,7 @@ def check_program(name):
         hint = "it sends more than it has to: one f for what is used several times; move the small"
         hint += "; an all-reduce counts twice: it is a reduce-scatter and an all-gather"
         hint = line_of(typed.PROGRAM_HINTS, f"{name} messages") or hint
-        expect(sent <= least, f"{sent} numbers in messages, {least} would do", hint)
+        expect(sent <= least, f"{sent} numbers in messages: send {least}", hint)
         return f"accepted; result and gradients as on one device; {sent} numbers in messages"
 
     return check

@@ -57,7 +57,7 @@ def check_initial(lab, group, seed):
                 found = lab.initial(*args)
             usual = MISTAKES, finished.initial, args
             bits(f"{name}, block {block}", found, right, usual=usual)
-            made = f"a tensor of {largest.elements} numbers is made, {right.numel()} would do"
+            made = f"a tensor of {largest.elements} numbers is made: make {right.numel()}"
             hint = "number the block's elements alone"
             expect(largest.elements < m * n, f"{name}: {made}", hint)
     return "every block as cut out of the full draw, which is never made"
@@ -159,7 +159,7 @@ def check_reduce(name):
             numbers = 2 * numbers * (P - 1) // P if twice else numbers * len(distances)
             moved = traffic.bytes("send") // dtype.itemsize
             hint = "doubling: log2(P) exchanges of x; halving: half as much at each distance"
-            expect(moved == numbers, f"{told}: {moved} numbers are sent, {numbers} would do", hint)
+            expect(moved == numbers, f"{told}: {moved} numbers are sent: send {numbers}", hint)
         return "1, 2 and 4 ranks, float32 and bfloat16: the tree's bits, and the formula's bytes"
 
     return check

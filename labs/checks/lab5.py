@@ -48,7 +48,7 @@ def check_validate_heads(lab, group, seed):
         wanted = Counter([*fit, heads, kv, world])
         lacks, more = [*(wanted - named)], [*(named.keys() - wanted)]  # kv ranks would do, too
         found = f"{case}: the message lacks {lacks}, should not name {more}: {message}"
-        hint = "both numbers, the ranks, and what would do: all that divide both, from 1 to both"
+        hint = "both numbers, the ranks, and what to use: all that divide both, from 1 to both"
         expect(not lacks and not more, found, hint)
     model = tiny_model("llama", seed, num_key_value_heads=1)
     mesh = DeviceMesh.from_group(group, "cpu")
@@ -56,7 +56,7 @@ def check_validate_heads(lab, group, seed):
     cut = any(isinstance(p, DTensor) for p in model.parameters())
     found = "one KV head is cut over two ranks, or the model is cut before it is refused"
     expect(message and not cut, found, "raise ValueError: parallelize() calls it before it cuts")
-    return "40 configs: refused where a rank would get part of a head, told what would do; none cut"
+    return "40 configs: refused where a rank would get part of a head, told what to use; none cut"
 
 
 FAILS = "a plan that fails must not become another one"

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from blame import default_group_refused
+from checks import experts
 from checks.compare import close, drawn
 from checks.documents import (
     END,
@@ -23,7 +24,6 @@ from checks.documents import (
     position_of,
     unchanged,
 )
-from checks.experts import EXACT, Float64, gradients, members
 from harness import Traffic, Wrong, expect
 from transformers import (
     AttentionInterface,
@@ -56,7 +56,7 @@ def attention_case(seed, lengths, window, kv=5, g=3, d=2):
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     mask = mask_of(lengths, window)
     out = dense(*leaves, mask)
-    dq, dk, dv = gradients(out, dout, leaves)
+    dq, dk, dv = experts.gradients(out, dout, leaves)
     case = SimpleNamespace(q=q, k=k, v=v, dout=dout, out=out.detach(), dq=dq, dk=dk, dv=dv)
     case.mask, case.first = mask, first_of(lengths, window)
     return case
@@ -71,7 +71,7 @@ def dense(q, k, v, mask):
 def ring_cases(seed):
     """Yield (what, group, held, case) on every rank of each group."""
     cases = [(*item, window) for item, window in zip(packings(seed).items(), (4, None, 3, None))]
-    for group, _, P in members(groups_of_all_sizes()):
+    for group, _, P in experts.members(groups_of_all_sizes()):
         for what, lengths, window in cases:
             case = attention_case(seed, lengths, window)
             for where, held in placements(lengths, P, seed).items():
@@ -179,7 +179,7 @@ def expect_overlap(told, events, case, held, rank, busy):
 
 def expect_one(what, traffic, right):
     """Raise Wrong unless one all-to-all of so many bytes is all there was."""
-    found = f"{what}: {traffic.ops}, and one all-to-all of {right} bytes would do"
+    found = f"{what}: {traffic.ops}: use one all-to-all of {right} bytes"
     hint = "rows of c numbers, all in one message"
     expect(traffic.ops == {"all_to_all": [1, right]}, found, hint)
 
@@ -205,7 +205,7 @@ def expect_loss(lab, told, labels, own, group, seed):
     if total and not found.isnan():
         hint = "the sum over own targets / all ranks' targets, to which a rank without one adds 0"
     close(f"{told}: the summand", found.detach(), right.detach(), hints, hint)
-    grads = (gradients(y, None, [x])[0] for y in (found, right))
+    grads = (experts.gradients(y, None, [x])[0] for y in (found, right))
     close(f"{told}: the gradient", *grads, None, "that of the own summand, and of no other")
     hint = "one number: how many targets there are; a rank that has none takes part, too"
     one = [*traffic.ops] == ["all_reduce"] and traffic.ops["all_reduce"] <= [1, 8]
@@ -218,18 +218,14 @@ def expect_loss(lab, told, labels, own, group, seed):
 def tiny(family, seed):
     """Hugging Face's model with random weights, in float64, the same on every rank."""
     config, causal, more = FAMILIES[family]
-    torch.manual_seed(seed)
-    model = causal(config(**SIZES, **more)).double().eval()
-    for parameter in model.parameters():  # so that no norm is 1
-        parameter.data += 0.2 * torch.randn(parameter.shape, dtype=torch.float64)
-    return model
+    return experts.random_model(causal, config(**SIZES, **more), seed)
 
 
 def each_document_alone(model, ids, lengths):
     """(loss, {name: gradient}) of the untouched model, which sees one document at a time."""
     total = sum(n - 1 for n in lengths)
     loss = torch.zeros((), dtype=torch.float64)
-    with Float64():
+    with experts.Float64():
         for document in ids.split(lengths):
             logits = model(input_ids=document[None], use_cache=False).logits[0]
             loss = loss + F.cross_entropy(logits[:-1], document[1:], reduction="sum") / total
@@ -243,15 +239,10 @@ def model_errors(lab, family, way, lengths, held, group, seed):
     """Relative errors of a train_step on this rank: {"loss", each parameter's name: error}."""
     model, ids = tiny(family, seed), packed_ids(lengths, seed)
     loss, right = each_document_alone(model, ids, lengths)
-    with Float64():
+    with experts.Float64():
         found = lab.train_step(model, ids, END, way, held, group)
-    norm = torch.stack([grad.norm() for grad in right.values()]).norm()
-    errors = {"loss": abs(found - loss).item() / loss.item()}
-    for name, parameter in model.named_parameters():
-        # what is zero by construction is held against a thousandth of all gradients' norm
-        most = torch.maximum(right[name].norm(), norm / 1000)
-        errors[name] = ((parameter.grad - right[name]).norm() / most).item()
-    return errors
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return experts.relative_errors(found, grads, loss, right)
 
 
 def gradient_elsewhere(lab, family, way, lengths, held, group, seed):
@@ -264,7 +255,7 @@ def gradient_elsewhere(lab, family, way, lengths, held, group, seed):
     model.set_attn_implementation("documents")
     x = model.get_input_embeddings()(ids[own]).detach().requires_grad_()
     labels = finished.targets(ids, END)[own].masked_fill(document != chosen, IGNORE)
-    with Float64():
+    with experts.Float64():
         given = {"inputs_embeds": x[None], "position_ids": position[own][None]}
         logits = model(**given, use_cache=False).logits[0]
         lab.mean_loss(logits, labels, group).backward()
@@ -273,10 +264,8 @@ def gradient_elsewhere(lab, family, way, lengths, held, group, seed):
 
 def expect_model(lab, what, *case):
     """Raise Wrong unless a train_step is exact and no gradient crosses documents; the error."""
-    errors = model_errors(lab, *case)
-    for name, error in errors.items():
-        expect(error <= EXACT, f"{what}: {name} is off by {error:.1e} (at most {EXACT:.0e})")
+    worst = experts.expect_exact(what, model_errors(lab, *case))
     _, elsewhere = gradient_elsewhere(lab, *case)
     found = f"{what}: a document's loss has a gradient in another document's embeddings"
     expect(torch.equal(elsewhere, torch.zeros_like(elsewhere)), found)
-    return max(errors.values())
+    return worst

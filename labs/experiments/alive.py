@@ -5,6 +5,7 @@ import weakref
 from collections import Counter
 
 import torch
+from checks.tools import storage_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -64,8 +65,3 @@ class Alive(TorchDispatchMode):
         self.curve.append(sizes.total())
         if sizes.total() > sum(self.peak.values()):
             self.peak = {part: sizes[part] for part in PARTS}
-
-
-def storage_of(tensor):
-    """A tensor's storage; a DTensor's is that of what this rank has."""
-    return getattr(tensor, "_local_tensor", tensor).untyped_storage()

@@ -3,13 +3,12 @@
 Everything is counted, in bytes and rows; nothing is timed.
 """
 
-import argparse
 import math
 
 import torch
 import torch.distributed as dist
 from checks.experts import EXACT, Float64, a_case, drawn, model_errors, tiny
-from cli import positive
+from cli import whole
 from experiments.experts import WAY, draw_way, tensor_parallel, training_on_rank, way_on_rank
 from harness import Traffic, on_ranks, table
 from pictures import BLUE, GREEN, GREY, ORANGE, RED, picture
@@ -29,15 +28,8 @@ TRAININGS = [(0.0, None), (0.1, None), (0.0, 1.0), (0.1, 1.0)]  # coefficient, f
 
 def add_options(parser):
     """The option of this lab's own."""
-    parser.add_argument("--ranks", type=few, default=4, help="of the experiments, 2 to 4 (4)")
-
-
-# Copied from labs/experiments/lab9.py
-def few(text):
-    """A number of ranks from 2 to 4, for argparse."""
-    if positive(text) not in (2, 3, 4):
-        raise argparse.ArgumentTypeError(f"{text} ranks: 2, 3 or 4 would do")
-    return int(text)
+    ranks = "of the experiments, 2 to 4 (4)"
+    parser.add_argument("--ranks", type=whole(2, 4), default=4, help=ranks)
 
 
 # ---- The proof -----------------------------------------------------------------------------------

@@ -3,8 +3,6 @@
 Nothing is timed.
 """
 
-import argparse
-
 import torch
 from checks.documents import (
     finished,
@@ -21,7 +19,7 @@ from checks.packed import (
     gradient_elsewhere,
     model_errors,
 )
-from cli import positive
+from cli import whole
 from experiments import mixtures
 from harness import Traffic, on_ranks, table
 from pictures import BLUE, ORANGE, RANKS, picture
@@ -36,23 +34,9 @@ SHOWN = [17, 1, 6, 13, 3, 8]  # of the picture
 def add_options(parser):
     """The options of this lab's own."""
     add = parser.add_argument
-    add("--ranks", type=several, default=8, help="of the mixtures, which are only counted (8)")
-    add("--tokens", type=many, default=131_072, help="of a mixture (131072)")
-
-
-def several(text):
-    """A number of ranks, for argparse."""
-    if not 2 <= positive(text) <= 64:
-        raise argparse.ArgumentTypeError(f"{text} ranks: 2 to 64 would do")
-    return int(text)
-
-
-def many(text):
-    """A number of tokens of which each rank has a block, for argparse."""
-    most, least = 1 << 20, 64 * mixtures.BLOCK
-    if not least <= positive(text) <= most:
-        raise argparse.ArgumentTypeError(f"{text} tokens: {least} to {most} would do")
-    return int(text)
+    add("--ranks", type=whole(2, 64), default=8, help="of the mixtures, which are only counted (8)")
+    tokens = whole(64 * mixtures.BLOCK, 1 << 20)  # at least a block for each rank
+    add("--tokens", type=tokens, default=131_072, help="of a mixture (131072)")
 
 
 # ---- The proof -----------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from checks import lab3, typed
 from checks.typed import PROGRAMS
+from cli import check_writable
 from experiments import bits_bugs, oracle, price, typed_bugs
 from experiments.lab3 import WRONG, size, try_all
 from harness import LABS, load, on_ranks, table
@@ -127,7 +128,7 @@ def make_nets(seed):
 
 def show_nets():
     """The table of bugs and nets; (nets, what is off)."""
-    nets, off = json.loads(NETS.read_text()), []
+    nets, off = json.loads(NETS.read_bytes()), []
     print(
         "\nWhich net sees which bug: types (no rank, no data), parity (the float64 proof), bits (as"
     )
@@ -206,6 +207,7 @@ def show_error(lab):
 def experiment(lab, args):
     """All of it: {"mutants", "nets", "price", "collectives", "failed"}."""
     if args.nets:
+        check_writable(NETS)
         print("\nEvery bug once more through the float64 proof, on 2 ranks:")
         make_nets(args.seed)
     mutants, off = show_mutants(lab, args)

@@ -1,6 +1,5 @@
 """What the finished lab 17 shows: the proof, shards beside wholes, each way's costs, the loss."""
 
-import argparse
 import statistics
 import time
 
@@ -17,7 +16,7 @@ from checks.muon import (
     right_bytes,
     sizes_of,
 )
-from cli import positive
+from cli import whole
 from experiments.alive import Alive
 from experiments.tiny import losses, shards, untouched
 from harness import Traffic, on_ranks, table
@@ -45,18 +44,10 @@ LARGE = {  # hidden size, width of the MLP, numbers of k's rows, layers
 WORLDS = 8, 32, 128
 
 
-# Copied from labs/experiments/lab9.py
-def few(text):
-    """A number of ranks from 2 to 4, for argparse."""
-    if positive(text) not in (2, 3, 4):
-        raise argparse.ArgumentTypeError(f"{text} ranks: 2, 3 or 4 would do")
-    return int(text)
-
-
 def add_options(parser):
     """The lab's own options."""
     parser.add_argument(
-        "--ranks", type=few, default=3, help="of a step that is counted, 2 to 4 (3)"
+        "--ranks", type=whole(2, 4), default=3, help="of a step that is counted, 2 to 4 (3)"
     )
 
 

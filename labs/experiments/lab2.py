@@ -1,15 +1,13 @@
 """What the finished lab 2 shows: label smoothing on ranks, what an MLP keeps and sends."""
 
-import argparse
 import math
-from contextlib import suppress
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from checks.lab2 import all_reduce, real_tokens, split, tokens_of
 from checks.tools import Kept
-from cli import positive
+from cli import number, positive
 from harness import Traffic, on_ranks, table
 from pictures import RANKS, draw_matrix, picture
 from torch import nn
@@ -284,16 +282,8 @@ def draw_smoothing(losses, masses, rows):
     masses.legend(frameon=False)
 
 
-def fraction(text):
-    """A number above 0 and below 1, for argparse."""
-    with suppress(ValueError):
-        if 0 < float(text) < 1:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text} is not a number above 0 and below 1")
-
-
 def add_options(parser):
     """The options of this lab's own."""
     add = parser.add_argument
     add("--length", type=positive, default=512, help="tokens of the MLP experiment (512)")
-    add("--label-smoothing", type=fraction, default=0.1, help="of that experiment (0.1)")
+    add("--label-smoothing", type=number(0, 1), default=0.1, help="of that experiment (0.1)")

@@ -1,7 +1,7 @@
 """What the finished lab 3b shows: four hangs, what their ranks leave behind, and their mends."""
 
+import linecache
 import time
-from pathlib import Path
 
 import torch
 from checks.watching import numbers, on_every_rank
@@ -82,7 +82,6 @@ def what_they_say(lab, dumps):
 
 def experiment(lab, args):
     """{"programs": {name: what_they_say() of its dumps}, "asked": where ranks part, "failed"}."""
-    source = ["", *Path(lab.__file__).read_text().splitlines()]
     programs, failed = {}, []
     stacks = [["stacks", "rank", "waits in", "line", "its text"]]
     records = [["records", "part at call", *(f"rank {rank}" for rank in range(RANKS)), "mended"]]
@@ -93,7 +92,8 @@ def experiment(lab, args):
         programs[name] = said = what_they_say(lab, seen["wrong"])
         for rank, frame in enumerate(said["frames"]):
             waits, line = frame or ("(has returned)", 0)
-            stacks.append(["" if rank else name, rank, waits, line or "", source[line].strip()])
+            text = linecache.getline(lab.__file__, line).strip()
+            stacks.append(["" if rank else name, rank, waits, line or "", text])
         number, calls = said["difference"] or ("none", [""] * RANKS)
         calls = [call if call is not None else "never came" for call in calls]
         records.append([name, number, *calls, f"{seen['seconds'] * 1e3:.0f} ms"])

@@ -243,9 +243,4 @@ def add_options(parser):
     """The lab's own options."""
     add = parser.add_argument
     add("--pairs", type=positive, default=7, help="timings of each way (7)")
-    add(
-        "--profile",
-        metavar="FILE",
-        type=check_writable,
-        help="trace of a step, for Perfetto",
-    )
+    add("--profile", metavar="FILE", type=check_writable, help="trace of a step, for Perfetto")

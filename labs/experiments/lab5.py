@@ -63,7 +63,8 @@ def describe(lab, style):
 def asked_for(args):
     """(cases for prove(), whether they are of one family) that the command line asks for."""
     if args.model not in (None, *FAMILIES):
-        raise UsageError(f"--model {args.model}: with --referee, or one of {', '.join(FAMILIES)}")
+        choose = f"add --referee, or use one of {', '.join(FAMILIES)}"
+        raise UsageError(f"--model {args.model}: {choose}")
     if args.model or args.sp or args.plan or args.hf_plan:
         family = args.model or "llama"
         cases = [(family, args.sp, args.plan, args.hf_plan)]

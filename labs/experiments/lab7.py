@@ -1,6 +1,5 @@
 """What the finished lab 7 shows: who multiplies what and when, and what each parallel way sends."""
 
-import argparse
 import math
 
 import torch
@@ -8,7 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from checks.lab7 import pairs_in_tiles
 from checks.ring import EXACT, PLACEMENTS, draw_from, finished
-from cli import positive
+from cli import MOST, whole
 from experiments.attention import (
     GATHER,
     HEAD,
@@ -241,15 +240,7 @@ PREDICT = (
 )
 
 
-def token_each(text):
-    """A number of tokens of which every rank has one, for argparse."""
-    if positive(text) < RANKS:
-        problem = f"{text} tokens are too few for {RANKS} ranks; {RANKS} would do"
-        raise argparse.ArgumentTypeError(problem)
-    return int(text)
-
-
 def add_options(parser):
     """The lab's own options."""
     tokens = "tokens of the balance experiment (1024)"
-    parser.add_argument("--length", type=token_each, default=1024, help=tokens)
+    parser.add_argument("--length", type=whole(RANKS, MOST), default=1024, help=tokens)

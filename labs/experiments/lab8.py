@@ -68,9 +68,8 @@ def mesh_sizes(args):
     sizes["dp"] = sizes["dp"] or left
     world = math.prod(sizes.values())
     if started() not in (None, world):
-        would = f"--dp {started()} --pp 1 --tp 1 would do"
         found = f"{say(sizes)} is {world} ranks, and torchrun started {started()}"
-        raise UsageError(f"{found}; {would}")
+        raise UsageError(f"{found}: use --dp {started()} --pp 1 --tp 1")
     return sizes
 
 
@@ -213,7 +212,7 @@ def axis_size(text):
     """A whole number of at least 1 that divides torchrun's ranks, for argparse."""
     size = positive(text)
     if (started() or size) % size:
-        problem = f"{size} does not divide the {started()} ranks that torchrun started"
+        problem = f"use a divisor of the {started()} ranks that torchrun started, not {size}"
         raise argparse.ArgumentTypeError(problem)
     return size
 
@@ -223,7 +222,7 @@ def tp_size(text):
     size = axis_size(text)
     try:
         finished.head_range(tiny_config(1), 0, size)
-    except finished.Unusable as problem:  # which says which sizes would do
+    except finished.Unusable as problem:  # which says which sizes to use
         raise argparse.ArgumentTypeError(problem) from None
     return size
 

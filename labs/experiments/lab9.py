@@ -3,13 +3,12 @@
 Beside the four stages PyTorch's fully_shard, on the same model and the same sequences.
 """
 
-import argparse
 import gc
 
 import torch
 import torch.distributed as dist
 from checks.zero import EXACT, STEPS, build, finished, one_device, unit_parameters
-from cli import positive
+from cli import whole
 from experiments.alive import PARTS, Alive
 from experiments.fsdp import fully_shard_memory, shard_fully
 from harness import Traffic, on_ranks, table
@@ -285,13 +284,7 @@ PREDICT = (
 )
 
 
-def few(text):
-    """A number of ranks from 2 to 4, for argparse."""
-    if positive(text) not in (2, 3, 4):
-        raise argparse.ArgumentTypeError(f"{text} ranks: 2, 3 or 4 would do")
-    return int(text)
-
-
 def add_options(parser):
     """The lab's own options."""
-    parser.add_argument("--ranks", type=few, default=3, help="of the experiments, 2 to 4 (3)")
+    ranks = "of the experiments, 2 to 4 (3)"
+    parser.add_argument("--ranks", type=whole(2, 4), default=3, help=ranks)

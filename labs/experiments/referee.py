@@ -91,17 +91,15 @@ def olmo2_plan(lab, model, sequence_parallel):
 
 
 def as_plan(found, path):
-    """A plan; raises ValueError, which says what would do, for what is none."""
-    would = "{'model.layers.*.mlp.up_proj': ColwiseParallel(), ...} would do"
+    """A plan; raises ValueError, which says what to use, for what is none."""
+    use = "use {'model.layers.*.mlp.up_proj': ColwiseParallel(), ...}"
     if not isinstance(found, dict):
         kind = type(found).__name__
-        raise ValueError(
-            f"{path} is no plan, of type {kind}; {would}, or a function that returns it"
-        )
+        raise ValueError(f"{path} is no plan, of type {kind}: {use}, or a function that returns it")
     for name, style in found.items():
         if not isinstance(name, str) or not isinstance(style, ParallelStyle):
-            strings = "; transformers' strings are taken by --hf-plan" * isinstance(style, str)
-            raise ValueError(f"{path} is no plan: {name!r}: {style!r}; {would}{strings}")
+            strings = "; for transformers' strings use --hf-plan" * isinstance(style, str)
+            raise ValueError(f"{path} is no plan: {name!r}: {style!r}; {use}{strings}")
     return found
 
 
@@ -113,7 +111,7 @@ def choose_plan(lab, model, sequence_parallel, custom, hf=False):
         if custom is None or isinstance(problem, ValueError):
             raise
         what = f"{type(problem).__name__}: {problem}"
-        how = "a function(model, sequence_parallel) that returns a dict would do"
+        how = "use a function(model, sequence_parallel) that returns a dict"
         raise ValueError(f"{custom} is no plan: {what}; {how}") from None
     return plan if custom is None else as_plan(plan, custom), reason
 
@@ -223,8 +221,8 @@ def make_folder(model, folder):
             model = AutoModelForCausalLM.from_config(config)  # random weights: none are there
         except Exception as problem:  # of many kinds
             first = str(problem).partition("\n")[0]
-            would = "config.json of a causal language model that transformers knows would do"
-            raise UsageError(f"--model {model}: {first}; {would}") from None
+            use = "use a folder whose config.json is of a causal language model of transformers"
+            raise UsageError(f"--model {model}: {first}; {use}") from None
     model.double().save_pretrained(folder)
     return folder
 
@@ -234,11 +232,11 @@ def asked_for(args):
     for name in ("plot", "predict", "inject_bug", "hf_plan"):
         if getattr(args, name) not in (None, False):
             option = name.replace("_", "-")
-            raise UsageError(f"--{option} is not for --referee, which tries every plan: without it")
+            raise UsageError(f"--referee tries every plan: leave out --{option}")
     if args.plan:
         return [(args.model or "llama", args.plan, args.sp)]
     if args.sp:
-        raise UsageError("--sp is not for --referee without --plan: it tries both")
+        raise UsageError("--referee without --plan tries both: leave out --sp")
     cases = []
     for model in [args.model] if args.model else REFEREED:
         cases += [(model, OURS, sp) for sp in (False, True)]
