@@ -22,12 +22,13 @@ from types import SimpleNamespace
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "labs")]
+import four_layouts  # noqa: E402
 import torch  # noqa: E402
 from checks.lab1 import gather_and_add  # noqa: E402
-from experiments.plan import timetable  # noqa: E402
 from explorer.bugs import LABELS, bugs  # noqa: E402
 from explorer.memory import ALL, memory  # noqa: E402
 from explorer.questions import questions  # noqa: E402
+from explorer.timetable import timetable  # noqa: E402
 from harness import LABS, load  # noqa: E402
 
 import pp  # noqa: E402
@@ -39,32 +40,43 @@ SCRIPTS = ["shell.js", "controls.js", "ask.js", "layouts_words.js", "layouts.js"
 SCRIPTS += ["pipelines.js", "collectives.js", "time.js", "bugs.js"]
 
 
-# Layouts: sp_layout_sim.py's own run, watched
+# Layouts: four_layouts.py's own run, watched
 # --------------------------------------------------------------------------------------------------
 
-BLOCK = ["--batch", "1", "--seq", "64", "--hidden", "64", "--heads", "8", "--ffn", "256"]
+SIZES = {"batch": 1, "seq": 64, "hidden": 64, "heads": 8, "ffn": 256}
+BLOCK = [f"--{name}={size}" for name, size in SIZES.items()]
 
 
-class Watched(sp_layout_sim.Network):
+HOLDS = {"Replicate": "replicated", "Partial": "partial sum", "Shard(1)": "tokens"}
+AXIS = {"tokens": 1, "features": 2, "heads": 2}
+
+
+class Watched(sp_layout_sim.Ranks):
     """Keeps what each exchange sends, beside counting it."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, placements):
+        super().__init__(placements)
         self.exchanges = []  # (collective, pieces, wire bytes of all ranks)
 
     def exchange(self, pieces, collective, calls=1):
-        before = self.traffic.get((self.phase, collective), [0, 0])[1]
+        before = self.counts.get((self.phase, collective), [0, 0])[1]
         got = super().exchange(pieces, collective, calls)
-        sent = self.traffic[self.phase, collective][1] - before
+        sent = self.counts[self.phase, collective][1] - before
         self.exchanges.append((collective, pieces, sent))
         return got
 
 
 def message_bytes(collective, pieces):
     """Of all ranks together: what is summed, gathered, exchanged or sent."""
-    arrays = [{id(x): x.size for x in row if x is not None} for row in pieces]
+    arrays = [{id(x): x.size for x in row} for row in pieces]
     total = sp_layout_sim.BF16 * sum(sum(sizes.values()) for sizes in arrays)
     return total * len(pieces) if collective == "all_gather" else total
+
+
+def word(placement, step):
+    """The page's word. Shard(2) is of heads in (b, s, heads, d), of features in (b, s, f)."""
+    several = len(step["shapes"][0]) > 3
+    return HOLDS.get(placement, "heads" if several else "features")
 
 
 class Story:
@@ -85,10 +97,10 @@ class Story:
     def tensor(self, step, gradient=False):
         """A step's value, or its gradient."""
         found, size = self.steps[step], list(self.full[step]["shapes"][0][1:3])
-        holds = found["gradient_holds"] if gradient else found["holds"]
+        holds = word(found["gradient_placement" if gradient else "placement"], found)
         places = [[0, size[0], 0, size[1]] for _ in range(self.P)]
-        for place, cut in zip(places, found["slices"] if holds in sp_layout_sim.AXIS else []):
-            axis = sp_layout_sim.AXIS[holds]
+        for place, cut in zip(places, found["slices"] if holds in AXIS else []):
+            axis = AXIS[holds]
             place[2 * axis - 2 : 2 * axis] = map(int, cut.split(":"))
         name = f"gradient of {step}" if gradient else step
         return self.add(name, holds, size, places, found["shapes"])
@@ -98,7 +110,7 @@ class Story:
         collective, pieces, wire = self.exchanges.pop(0)
         flights = ""  # sender and receiver, a digit each; what flies is what both hold of it
         for r, to in product(range(self.P), repeat=2):
-            if r != to and pieces[r][to] is not None:
+            if r != to and pieces[r][to].size:
                 flights += f"{r}{to}"
         sent = calls, message_bytes(collective, pieces) if calls else 0, wire
         self.moments.append([phase, before, after, collective, *sent, flights, *part])
@@ -155,17 +167,16 @@ class Story:
 
 def layouts():
     """runs: {layout: [{tensors, moments, weights, kept: bytes of each rank} for 1 to 8 ranks]}."""
-    sp_layout_sim.Network = Watched
-    data, full = {layout: [] for layout in sp_layout_sim.LAYOUTS}, None
+    data, full = {}, {}
     for P in range(1, 9):
-        args = sp_layout_sim.parse([*BLOCK, "--tp", str(P)])
-        results = sp_layout_sim.run(args)["layouts"]
-        full = full or results["tp"]["steps"]  # of 1 rank
+        args = four_layouts.parse([*BLOCK, "--tp", str(P)])
+        results = four_layouts.run(args)["layouts"]
         for layout, result in results.items():
-            problem, first = sp_layout_sim.make_problem(args), "down bias"  # of the gradients
-            _, _, weights, _, _, net = sp_layout_sim.simulate(layout, problem, P)
-            story = Story(result["steps"], full, net.exchanges)
-            shown = [name for name, step in result["steps"].items() if step["shown"]]
+            full |= result["steps"] if P == 1 else {}
+            problem, first = four_layouts.make_problem(args), "down bias"  # of the gradients
+            watched = four_layouts.simulate(layout, problem, P, Watched)
+            story = Story(result["steps"], full, watched.ranks.exchanges)
+            shown = list(result["steps"])
             for before, after in pairwise(shown):
                 story.step("forward", before, after)
             for before, after in pairwise(shown[::-1]):
@@ -174,12 +185,13 @@ def layouts():
                     story.move("backward", story.tensor(kept), story.tensor(after))
                 story.step("backward", before, after)
             if story.exchanges:
-                story.gradients(first, weights[first][0].shape)
+                story.gradients(first, watched.dW[first][0].shape)
             for tensor in story.tensors:  # of all ranks alike: once
                 tensor[3:5] = [x[:1] if x.count(x[0]) == P else x for x in tensor[3:5]]
             told = {"weights": result["weight_bytes"], "kept": result["kept_bytes"]}
-            data[layout].append(told | {"tensors": story.tensors, "moments": story.moments})
-    return {"runs": data, "block": vars(args)}
+            told |= {"tensors": story.tensors, "moments": story.moments}
+            data.setdefault(layout, []).append(told)
+    return {"runs": data, "block": SIZES}
 
 
 # Pipelines: pp.py's own schedules and simulator
@@ -187,7 +199,7 @@ def layouts():
 
 # Times of F, B and W, for a rank's layers; attention, without weights, has no W
 COSTS = {"1:1:1": "all kept", "1:2:1": "recomputed", "2:3:1": "much attention", "1:1:2": "long W"}
-MICROBATCHES = [1, 2, 3, 4, 6, 8, 12, 16]
+RANKS, MICROBATCHES = range(2, 9), [1, 2, 3, 4, 6, 8, 12, 16]
 
 
 def pipelines():
@@ -197,7 +209,11 @@ def pipelines():
     rank's stage 1. The order does not depend on the costs: the page runs pp.simulate()'s clock.
     """
     found = {}
-    for schedule, P, M in product(pp.SCHEDULES, range(2, 9), MICROBATCHES):
+    cases = [
+        (schedule, P, M) for schedule in ("afab", "1f1b", "zb") for P in RANKS for M in MICROBATCHES
+    ]
+    cases += [("interleaved", P, M) for P in RANKS for M in range(P, 17, P)]  # multiples alone
+    for schedule, P, M in cases:
         for V in (2, 3, 4) if schedule == "interleaved" else (1,):
             ranks = [list(pp.SCHEDULES[schedule](rank, P, M, V)) for rank in range(P)]
             formulas = []

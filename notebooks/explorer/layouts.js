@@ -1,5 +1,5 @@
 // A transformer block on 1 to 8 ranks: what each holds before and after every step, and what is
-// sent. Tensors, moments and bytes are those of a run of sp_layout_sim.py.
+// sent. Tensors, moments and bytes are those of a run of labs/four_layouts.py.
 
 const LAYOUT_NAMES = {
   tp: "TP: tensor parallelism",
@@ -287,6 +287,6 @@ view({
         figure(bytes(run.weights[0]), "weights on rank 0"),
         figure(bytes(run.kept[0]), "kept by rank 0 for the backward")),
       html("p", { class: "note" },
-        `${one}A block of b = ${batch}, s = ${seq}, h = ${hidden}, ${heads} heads, f = ${ffn}, in bfloat16; shapes are (b, s, h) and so on. A run of sp_layout_sim.py.`));
+        `${one}A block of b = ${batch}, s = ${seq}, h = ${hidden}, ${heads} heads, f = ${ffn}, in bfloat16; shapes are (b, s, h) and so on. A run of labs/four_layouts.py.`));
   },
 });

@@ -1,6 +1,6 @@
 // What the view of layouts says: names of the steps, moments to look at first, what happens in each and why.
 
-// The block, in order: what its boxes say, and the steps of sp_layout_sim.py in each; no words where some
+// The block, in order: what its boxes say, and the steps of four_layouts.py in each; no words where some
 // layout sends a message
 const STATIONS = [
   ["norm", "norm 1"], ["", "enter attention"], ["qkv", "qkv"], ["", "qkv of heads"], ["", "keys and values"],

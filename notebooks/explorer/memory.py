@@ -1,9 +1,8 @@
 """What fills the memory: oom_search.py's predictions, for the explorer's memory and time."""
 
-import importlib
 import math
-import tempfile
-import time
+import multiprocessing
+import threading
 from functools import partial
 from itertools import pairwise, product
 from types import SimpleNamespace
@@ -74,8 +73,7 @@ def memory(models=tuple(ALL), old=None):
     Anew, without the journal, all this takes hours of a laptop's core.
     """
     known = oom_search.read_journal(JOURNAL)
-    for name in oom_search.PRELOAD:
-        importlib.import_module(name)
+    multiprocessing.set_forkserver_preload(oom_search.PRELOAD)
     kept = [old[kind] if old else {} for kind in ("curves", "steps")]
     curves, steps = ({k: v for k, v in x.items() if k.split()[0] not in models} for x in kept)
     asked = [(setting, True) for setting in settings()] + [(setting, False) for setting in more()]
@@ -103,12 +101,8 @@ def predict(known, model, strategy, world, rank, recompute, loss, optimizer, len
     options = oom_search.parse([*argv, "--model", model, "--recompute", recompute])
     case = oom_search.make_case(name, world, rank, length, options)
     if (key := oom_search.as_key(case)) not in known:
-        with tempfile.TemporaryDirectory() as folder:
-            job = oom_search.launch(case, folder, options.timeout)
-            while not (result := oom_search.results(job)):
-                time.sleep(0.02)
-        known[key] = result
-        oom_search.append(JOURNAL, {"case": case, "result": result})
+        known[key] = oom_search.run_case(case, options.timeout, threading.Event())
+        oom_search.append(JOURNAL, case, known[key])
     parts = known[key]["breakdown"]
     return [round(parts[part] / 2**20) for part in oom_search.PARTS]
 

@@ -63,7 +63,7 @@ function inFlight(rows, rank, time, last) {
 function formulaWords(schedule, P, M, V, costs) {
   const [F, B, W] = costs.split(":");
   if (schedule === "afab" || schedule === "1f1b") return `(P − 1) / (M + P − 1) = ${P - 1} / ${M + P - 1}`;
-  if (M < P) return "";
+  if (schedule === "zb" && M < P) return "";
   if (schedule === "interleaved") return `(P − 1) / (V M + P − 1) = ${P - 1} / ${V * M + P - 1}`;
   return F === B && B === W ? `(P − 1) / (3 M + P − 1) = ${P - 1} / ${3 * M + P - 1}` : "";
 }
@@ -157,6 +157,17 @@ function momentWords(rows, P, clock, total, unit, stages) {
   return `${clock === 0 ? "At the start" : `After ${forwards(clock, unit)} forwards`}: ${[...work, ...wait.slice(0, 2), ...more, ...finished].join(", ")}.`;
 }
 
+// Microbatches that a schedule can have: interleaved, multiples of the ranks
+function microbatches(schedule, P) {
+  if (schedule !== "interleaved") return DATA.pipelines.microbatches;
+  return [...Array(Math.floor(16 / P)).keys()].map((i) => P * (i + 1));
+}
+
+// The number of them that is nearest to M
+function fitting(schedule, P, M) {
+  return microbatches(schedule, P).reduce((best, n) => (Math.abs(n - M) < Math.abs(best - M) ? n : best));
+}
+
 view({
   id: "pipelines",
   title: "Pipelines",
@@ -165,11 +176,12 @@ view({
   bare: "schedule",
   state: { schedule: "1f1b", P: 4, M: 8, V: 2, costs: "1:1:1", step: 0, follow: -1 },
   values: {
-    schedule: Object.keys(SCHEDULE_NAMES), P: [2, 3, 4, 5, 6, 7, 8], M: DATA.pipelines.microbatches, V: [2, 3, 4],
+    schedule: Object.keys(SCHEDULE_NAMES), P: [2, 3, 4, 5, 6, 7, 8], M: [...Array(16).keys()].map((i) => i + 1), V: [2, 3, 4],
     costs: Object.keys(DATA.pipelines.costs), follow: [-1, ...Array(16).keys()],
   },
   // What has begun by the step's time
-  sketch({ schedule, P, M, V: stages, costs, step }) {
+  sketch({ schedule, P, M: wanted, V: stages, costs, step }) {
+    const M = fitting(schedule, P, wanted);
     const V = schedule === "interleaved" ? stages : 1;
     const found = DATA.pipelines.schedules[`${schedule} ${P} ${M} ${V}`];
     const time = actionTimes(schedule, costs);
@@ -182,7 +194,8 @@ view({
     return html("div", {}, drawn, timelineKeys(Object.keys(time), V, drawn));
   },
   draw(root, state, set) {
-    const { schedule, P, M, costs } = state;
+    const { schedule, P, costs } = state;
+    const M = (state.M = fitting(schedule, P, state.M));
     const follow = state.follow < M ? state.follow : -1;
     const V = schedule === "interleaved" ? state.V : 1;
     const found = DATA.pipelines.schedules[`${schedule} ${P} ${M} ${V}`];
@@ -205,7 +218,7 @@ view({
       html("div", { class: "controls dense" },
         choice("Schedule", "schedule", SCHEDULE_NAMES),
         slider("Ranks", "P", [2, 3, 4, 5, 6, 7, 8]),
-        slider("Microbatches", "M", DATA.pipelines.microbatches),
+        slider("Microbatches", "M", microbatches(schedule, P)),
         schedule === "interleaved" ? slider("Stages a rank", "V", [2, 3, 4]) : null,
         choice("Times F:B:W", "costs", costNames),
         choice("Follow", "follow", { "-1": "all microbatches", ...Object.fromEntries([...Array(M).keys()].map((m) => [m, `microbatch ${m}`])) }),
@@ -222,6 +235,6 @@ view({
         "In flight: microbatches whose activations a rank holds for their backward. Messages take no time here. ",
         `${schedule === "zb" ? "B is the gradient of the input, W those of the weights" : "This schedule runs W inside of B"}; `,
         "orders, formula and simulator are those of pp.py, with 1:1:1: ",
-        html("code", {}, `python pp.py --mode schedule --schedule ${schedule} --ranks ${P} --microbatches ${M}${V > 1 ? ` --virtual-stages ${V}` : ""}`)));
+        html("code", {}, `python pp.py --mode schedule --schedule ${schedule} --ranks ${P} --microbatches ${M}${V > 1 ? ` --virtual-stages ${V}` : ""} --recompute none`)));
   },
 });
