@@ -666,7 +666,7 @@ def compare(step, kind, found, expected, args, group):
             if part := parts.get(name):
                 errors[rank] = part.error / part.replicas
                 exists.narrow(part.dim, part.start, part.end - part.start).add_(1 / part.replicas)
-        coverage = exists.flatten()[(exists - 1).abs().argmax()].item()
+        coverage = exists.take((exists - 1).abs().argmax()).item()
         error = math.sqrt(errors.sum() / (max(squares[name], least) or 1.0))
         row = {"name": name, "kind": kind, "step": step, "rank": errors.argmax().item()}
         row |= {"coverage": coverage, "relative_error": error, "limit": LIMIT[args.dtype]}

@@ -72,6 +72,7 @@ def proof_on_cuda(script, put, options, world):
     """Steps, and their comparison with one device. What asks a tensor for its value is told 1."""
     script = load(script, put | {"range(20)": "range(1)"})  # of learning a step is as good as all
     values = {"item": lambda x: 1, "__float__": lambda x: 1.0, "__bool__": lambda x: True}
+    values["__format__"] = lambda x, how: "1"
 
     def on_the_gpu(function):
         def run(model, *others):
@@ -82,7 +83,7 @@ def proof_on_cuda(script, put, options, world):
 
         return run
 
-    for name in ("train_step", "local_logits"):
+    for name in ("forward_backward", "local_logits"):
         script.check_learning.__globals__[name] = on_the_gpu(getattr(script, name))
     for rank, attn in [(rank, attn) for rank in range(world) for attn in ("sdpa", "eager")]:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
@@ -123,7 +124,7 @@ ON_THE_CPU = [(script, LABELS, "return ids.to(args.device), labels") for script 
 ON_THE_CPU += [
     (script, f"{NORM} / p.replicas", f"{NORM}.cpu() / p.replicas") for script in STRATEGIES
 ]
-ON_THE_CPU += [("tp.py", COLUMN, f"{COLUMN}.cpu()"), ("pp.py", "device=ids.device)", ")")]
+ON_THE_CPU += [("tp.py", COLUMN, f"{COLUMN}.cpu()"), ("pp.py", "dtype=self.dtype, device=ids.device)", "dtype=self.dtype)")]
 
 
 @cuda_build
