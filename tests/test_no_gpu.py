@@ -124,7 +124,10 @@ ON_THE_CPU = [(script, LABELS, "return ids.to(args.device), labels") for script 
 ON_THE_CPU += [
     (script, f"{NORM} / p.replicas", f"{NORM}.cpu() / p.replicas") for script in STRATEGIES
 ]
-ON_THE_CPU += [("tp.py", COLUMN, f"{COLUMN}.cpu()"), ("pp.py", "dtype=self.dtype, device=ids.device)", "dtype=self.dtype)")]
+ON_THE_CPU += [
+    ("tp.py", COLUMN, f"{COLUMN}.cpu()"),
+    ("pp.py", "dtype=self.dtype, device=ids.device)", "dtype=self.dtype)"),
+]
 
 
 @cuda_build
