@@ -33,7 +33,7 @@ all-gather, where tp.py recomputes one all-reduce.
 
 --recompute full, the default, keeps of a layer only its input, (b, s/P, h). --recompute none keeps
 everything, with each block's gathered input (b, s, h). Megatron-LM keeps only the rank's own tokens
-of that input, and gathers them again in the backward; labs/lab2_megatron_layers.py does so.
+of that input, and gathers them again in the backward; labs/lab2_megatron_layers/lesson.py does so.
 
     torchrun --nproc_per_node=2 sp_megatron.py --mode correctness
     torchrun --nproc_per_node=4 sp_megatron.py --mode all --length 1001     # 1001 gets padding

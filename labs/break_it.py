@@ -1,14 +1,13 @@
 """What people really get wrong in parallel training code: 34 bugs, each to be seen caught.
 
-    python labs/break_it.py --list                    # the bugs of each script
+    python labs/break_it.py --list        # the bugs of each script, which nets of lab 15 see them
     torchrun --nproc_per_node=2 labs/break_it.py sp_megatron.py unsummed_norm_gradient
     torchrun --nproc_per_node=2 labs/break_it.py pp.py mean_of_means --schedule zb --dtype float64
 
 A bug is a function of the script's module: it puts something wrong in the place of something right.
 Then the script runs with its own options, and exits with 1 where it notices. Correctness mode, the
-default, has to notice every bug and to name what is wrong first; benchmark mode looks at times and
-bytes alone. torchrun's report follows the script's verdict, FAIL. A bug that would change nothing
-with the options given is refused (exit 2). --list also says which nets of lab 15 see a bug.
+default, must notice every bug and name first what is wrong, above torchrun's report; benchmark mode
+looks at times and bytes alone. A bug that these options make none is refused (exit 2).
 """
 
 import importlib.util
@@ -26,6 +25,7 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 BUGS = {"tp": {}, "sp_megatron": {}, "sp_ulysses": {}, "pp": {}}  # {script: {name: bug}}
+NETS = Path(__file__).parent / "lab15_types/nets.json"
 QWEN3 = "unsummed_qk_norm_gradient", "local_layer_types"  # of what no LLaMA has
 
 
@@ -400,9 +400,9 @@ def main():
     if script == "--list" or (bugs and bug == "--list"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the list without a traceback
         for name in BUGS if script == "--list" else [path.stem]:
-            nets = json.loads((Path(__file__).parent / "data/nets.json").read_bytes())[f"{name}.py"]
-            seen = {bug: ", ".join(nets.get(bug, ["?"])) for bug in BUGS[name]}
-            lines = (f"  {b}\n      {BUGS[name][b].__doc__}\n      lab 15: {seen[b]}" for b in seen)
+            nets = {bug: ["?"] for bug in BUGS[name]} | json.loads(NETS.read_text())[f"{name}.py"]
+            about = ((b, does.__doc__, ", ".join(nets[b])) for b, does in BUGS[name].items())
+            lines = (f"  {bug}\n      {does}\n      lab 15: {seen}" for bug, does, seen in about)
             if is_rank0:
                 print(f"{name}.py", *lines, sep="\n")
         return 0

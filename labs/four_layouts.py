@@ -24,9 +24,8 @@ from types import SimpleNamespace
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from cli import UsageError, check_writable, please_any_reader, write_json  # noqa: E402
-
 import sp_layout_sim as sim  # noqa: E402
+from labs.kit.cli import UsageError, check_writable, please_any_reader, write_json  # noqa: E402
 from sp_layout_sim import REPLICATE, SHARD_0, SHARD_1, SHARD_2, each  # noqa: E402
 
 # ---- 1. Where every tensor lies -------------------------------------------------------------

@@ -10,7 +10,7 @@ could have written yourself, under a docstring that says what to build:
     python labs/grade.py lab1 --seed 7       # the same inputs again; else they are new each time
 
 Each exercise is graded for itself: your answer to it in a file where all the others are finished,
-on as many ranks of this machine as the check asks for, by the checks of the lab in labs/. So one
+on as many ranks of this machine as the check asks for, by check.py in the lab's folder. So one
 wrong answer, or one that never ends, hides no other. Exit status: 0 all pass, 1 not yet, 2 unusable
 arguments.
 """
@@ -24,9 +24,9 @@ import textwrap
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # where PYTHONSAFEPATH leaves it out
-import cli  # noqa: E402
-from harness import LABS, Wrong, check, companion  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from labs.kit import cli  # noqa: E402
+from labs.kit.harness import LABS, Wrong, check, companion, lab_name  # noqa: E402
 
 MY_LABS = LABS.parent / "my_labs"
 RESTORE = "restore the markers, or start anew"
@@ -109,20 +109,20 @@ def spliced(finished, answers, exercise):
 
 
 def lab_files():
-    """The labs' files by their numbers: lab2, lab3, lab3b, lab10."""
+    """The labs' lessons by their numbers: lab2, lab3, lab3b, lab10."""
 
     def number(path):
-        digits, letter = re.match(r"lab(\d+)([a-z]?)_", path.stem).groups()
+        digits, letter = re.match(r"lab(\d+)([a-z]?)_", lab_name(path)).groups()
         return int(digits), letter
 
-    return sorted(LABS.glob("lab*.py"), key=number)
+    return sorted(LABS.glob("lab*_*/lesson.py"), key=number)
 
 
 def find_lab(name):
-    """The file of a lab: lab1, or lab1_collectives."""
-    labs = {path.stem: path for path in lab_files()}
-    for stem, path in labs.items():
-        if name == stem or stem.startswith(f"{name}_"):
+    """The lesson of a lab: lab1, or lab1_collectives."""
+    labs = {lab_name(path): path for path in lab_files()}
+    for known, path in labs.items():
+        if name == known or known.startswith(f"{name}_"):
             return path
     raise cli.UsageError(f"no lab {name}: use one of {', '.join(labs)}")
 
@@ -131,12 +131,12 @@ def show_labs():
     """List the labs and their exercises."""
     for path in lab_files():
         names = dict.fromkeys(name for name, *_ in regions(cli.read_code(path)[0]))
-        print(f"{path.stem}: {', '.join(names)}")
+        print(f"{lab_name(path)}: {', '.join(names)}")
 
 
 def start(lab_file, force):
     """Write the lab with its places empty to my_labs/."""
-    target = MY_LABS / lab_file.name
+    target = MY_LABS / f"{lab_name(lab_file)}.py"
     if target.exists() and not force:
         lost = "use --force to write it anew and lose what you wrote"
         raise cli.UsageError(f"{target} is there already: {lost}")
@@ -146,7 +146,7 @@ def start(lab_file, force):
         raise cli.UsageError(f"cannot write {target}: {problem.strerror}") from None
     text = emptied(cli.read_code(lab_file)[0])
     cli.atomic_write(target, lambda path: Path(path).write_text(text, encoding="utf-8"))
-    again = f"python labs/grade.py {lab_file.stem.split('_')[0]}"
+    again = f"python labs/grade.py {lab_name(lab_file).split('_')[0]}"
     print(f"{target}: look for NotImplementedError; then {again}")
 
 
@@ -154,9 +154,9 @@ def grade_one(lab_file, answers, name, seed, timeout):
     """(whether one exercise passes, what was seen, a hint), of the answers' (text, encoding)."""
     try:
         text = spliced(cli.read_code(lab_file)[0], answers[0], name)
-        compile(text, lab_file.name, "exec")
+        compile(text, lab_name(lab_file), "exec")
         with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / lab_file.name
+            file = Path(folder) / f"{lab_name(lab_file)}.py"
             file.write_text(text, encoding=answers[1])
             return check(file, name, seed, timeout=timeout)
     except SyntaxError as problem:
@@ -168,16 +168,16 @@ def grade_one(lab_file, answers, name, seed, timeout):
 def grade(args, lab_file):
     """Grade the learner's answers, a line an exercise; returns whether all pass."""
     cli.shorten_tempdir()
-    answers_file = Path(args.file or MY_LABS / lab_file.name)
+    answers_file = Path(args.file or MY_LABS / f"{lab_name(lab_file)}.py")
     if not answers_file.is_file():
         how = f"use python labs/grade.py start {args.what[0]} to write one"
         raise cli.UsageError(f"no {answers_file}: {how}")
     seed = secrets.randbelow(1 << 31) if args.seed is None else args.seed
     answers, results = cli.read_code(answers_file), {}
-    checks = companion("checks", lab_file).CHECKS
+    checks, lab = companion("check", lab_file).CHECKS, lab_name(lab_file)
     if args.only not in (None, *checks):
         known = ", ".join(checks)
-        raise cli.UsageError(f"{lab_file.stem} has no exercise {args.only}: use one of {known}")
+        raise cli.UsageError(f"{lab} has no exercise {args.only}: use one of {known}")
     names = [args.only] if args.only else list(checks)
     width = max(map(len, names))
     for name in names:
@@ -189,9 +189,9 @@ def grade(args, lab_file):
     count = sum(result["passed"] for result in results.values())
     again = "" if count == len(names) else f" (the same inputs again: --seed {seed})"
     verdict = "PASS" if count == len(names) else "FAIL"
-    print(f"\n{verdict} {lab_file.stem}: {count} of {len(names)} exercises pass{again}")
+    print(f"\n{verdict} {lab}: {count} of {len(names)} exercises pass{again}")
     if args.json:
-        whole = {"lab": lab_file.stem, "seed": seed, "passed": count == len(names)}
+        whole = {"lab": lab, "seed": seed, "passed": count == len(names)}
         cli.write_json(args.json, {**whole, "exercises": results})
     return count == len(names)
 

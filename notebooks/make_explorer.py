@@ -21,18 +21,18 @@ from queue import Queue
 from types import SimpleNamespace
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parent / "labs")]
-import four_layouts  # noqa: E402
+sys.path.insert(0, str(HERE.parent))
 import torch  # noqa: E402
-from checks.lab1 import gather_and_add  # noqa: E402
 from explorer.bugs import LABELS, bugs  # noqa: E402
 from explorer.memory import ALL, memory  # noqa: E402
 from explorer.questions import questions  # noqa: E402
 from explorer.timetable import timetable  # noqa: E402
-from harness import LABS, load  # noqa: E402
 
 import pp  # noqa: E402
 import sp_layout_sim  # noqa: E402
+from labs import four_layouts  # noqa: E402
+from labs.kit.harness import LABS, load  # noqa: E402
+from labs.lab1_collectives.check import gather_and_add  # noqa: E402
 
 PAGE, PARTS = HERE / "explorer.html", HERE / "explorer"
 DATA = re.compile(r'(?<=<script type="application/json" id="data">).*?(?=</script>)', re.DOTALL)
@@ -250,7 +250,10 @@ def on_threads(P, function):
             log.append((to, x, mail[source, rank].get(timeout=60)))
             return log[-1][2]
 
-        lab, group = load(LABS / "lab1_collectives.py"), SimpleNamespace(rank=lambda: rank)
+        lab, group = (
+            load(LABS / "lab1_collectives" / "lesson.py"),
+            SimpleNamespace(rank=lambda: rank),
+        )
         lab.exchange, group.size = exchange, lambda: P  # each rank has a lab with its own exchange
         return function(lab, torch.eye(P * P)[rank * P : (rank + 1) * P], group), log
 

@@ -90,7 +90,10 @@ def published(trial):
 
 def plans(trial):
     """Other people's tensor parallel plans beside this project's: lab 5's verdicts."""
-    yield "verdicts", f"python labs/lab5_tp_plans.py --referee{' --model qwen3' if trial else ''}"
+    yield (
+        "verdicts",
+        f"python labs/lab5_tp_plans/lesson.py --referee{' --model qwen3' if trial else ''}",
+    )
 
 
 def cpu(trial):

@@ -16,8 +16,9 @@ root_doc = "README"
 sys.path.append(str(Path(__file__).parent))
 extensions = ["myst_nb", "words"]
 source_suffix = dict.fromkeys([".md", ".ipynb", ".py", ".html"], "myst-nb")
-include_patterns = ["*.md", "*.py", "labs/*.md", "labs/*.py", "labs/notes/*.md", "site/*.md"]
-include_patterns += ["results/*.md", "results/*.py", "notebooks/*.ipynb", "notebooks/explorer.html"]
+include_patterns = ["*.md", "*.py", "labs/*.md", "labs/*.py", "labs/*/*.md", "site/*.md"]
+include_patterns += ["labs/*/lesson.py", "labs/kit/*.py", "results/*.md", "results/*.py"]
+include_patterns += ["notebooks/*.ipynb", "notebooks/explorer.html"]
 exclude_patterns = [".*", "_site", "my_labs", "AGENTS.md"]
 nb_execution_mode = "off"  # the outputs are those that are committed
 nb_merge_streams = True
@@ -47,7 +48,7 @@ def as_markdown(app, docname, source):
     """Before a page is read: scripts become Markdown; the diff and the navigation are added."""
     path = app.env.doc2path(docname)
     if path.suffix == ".py":
-        source[0] = script(path.name, source[0])
+        source[0] = script(f"{docname.removeprefix('labs/')}.py", source[0])
     elif docname == EXPLORER:  # finish() writes the explorer over this page
         source[0] = "---\norphan: true\n---\n# The explorer\n"
     elif docname == DIFF:
@@ -60,9 +61,9 @@ def as_markdown(app, docname, source):
 
 def front(root, readme):
     """The front page: where GitHub shows a picture, a question to try; how much there is."""
-    labs = [file.read_text() for file in root.glob("labs/lab*_*.py")]
+    labs = [file.read_text() for file in root.glob("labs/*/lesson.py")]
     exercises = sum(len(set(re.findall(r"# exercise: (\w+)", lab))) for lab in labs)
-    checks = [*root.glob("labs/checks/lab*.py"), root / "labs/break_it.py"]
+    checks = [*root.glob("labs/*/check.py"), root / "labs/break_it.py"]
     text = "\n".join(file.read_text() for file in checks).replace("(*BUGS)", "(1, 2, 3, 4)")
     bugs = re.findall(r"^(?:BUGS = \[|@bug_of\()(.*)[])]$", text, re.M)
     bugs = sum(len(names.split(",")) for names in bugs)
@@ -96,8 +97,7 @@ def navigation(env, readme):
         pages = []
         for file in re.findall(r"\]\((?!http)([^)#]+)", row):
             name = file.rpartition(".")[0]
-            lab = re.match("labs/(lab[^_]+)_", name)
-            pages += [f"labs/notes/{lab[1]}"] if lab else []
+            pages += [name.replace("lesson", "README")] if name.endswith("/lesson") else []
             pages += [name, DIFF] if name == "sp_megatron" else [name]
         title = row.split("|")[1].strip().partition(":")[0]
         parts[title[0].upper() + title[1:]] = [page for page in pages if page in left]

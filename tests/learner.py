@@ -1,29 +1,28 @@
 """Labs as a learner meets them: answers written into a lab, graded by its checks on real ranks.
 
 answers/labN.txt has below each `== EXERCISE` a right answer, written in another way than ours, and
-what must be caught: bugs of labs/checks/labN.py, by name, and at least three wrong answers. Each of
+what must be caught: bugs of the lab's check.py, by name, and at least three wrong answers. Each of
 these begins on a line with a comment: a part of what the learner must be told. A line -- stands
 between two regions, and ... for ours. Lines "ours -> theirs" change our answer instead.
 """
 
 import re
-import sys
 import tempfile
 from pathlib import Path
 from textwrap import dedent, indent
 
 from conftest import ROOT
 
-sys.path.insert(0, str(ROOT / "labs"))
-import grade  # noqa: E402
-import harness  # noqa: E402
-from cli import UsageError  # noqa: E402, F401
-from run import run_lab  # noqa: E402, F401
+from labs import grade
+from labs.kit import harness
+from labs.kit.cli import UsageError  # noqa: F401
+from labs.kit.run import run_lab  # noqa: F401
 
-NAMES = sorted(path.stem for path in (ROOT / "labs" / "checks").glob("lab*.py"))
-LABS = {name: grade.find_lab(name) for name in NAMES}
-CHECKS = {name: harness.companion("checks", lab) for name, lab in LABS.items()}
-SHOWN = {name: harness.companion("experiments", lab) for name, lab in LABS.items()}
+LABS = {lab.parent.name.partition("_")[0]: lab for lab in grade.lab_files()}  # their lessons
+NAMES = sorted(LABS)
+FILES = {name: f"{lab.parent.name}.py" for name, lab in LABS.items()}  # as a learner has them
+CHECKS = {name: harness.companion("check", lab) for name, lab in LABS.items()}
+SHOWN = {name: harness.companion("show", lab) for name, lab in LABS.items()}
 REGION = re.compile(r"^( *)# exercise: (\w+)\n(.*?)^ *# end exercise\n", re.M | re.S)
 
 

@@ -10,11 +10,11 @@ import pytest
 from conftest import ENVIRONMENT, ROOT
 
 TOP = ("README.md", "CONTRIBUTING.md", "labs/README.md", "AGENTS.md", "results/README.md")
-NOTES = sorted((ROOT / "labs" / "notes").glob("*.md"))
+NOTES = sorted((ROOT / "labs").glob("*/*.md"))
 DOCS = [ROOT / name for name in TOP] + NOTES
 EACH_DOC = pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
 STARTS = ("torchrun", "python", "python3", "make", "diff")
-SCRIPT = re.compile(r"(?:labs/|my_labs/|tests/|results/)?\w+\.py")
+SCRIPT = re.compile(r"(?:labs/|labs/\w+/|my_labs/|tests/|results/)?\w+\.py")
 BREAKS = re.compile(r"labs/break_it\.py (\w+\.py) (\w+)")
 
 
@@ -54,7 +54,8 @@ def test_what_a_command_names_exists(line):
         return
     named = [w for w in command[1:] if SCRIPT.fullmatch(w) and w != "SCRIPT.py"]
     assert named or "-m" in command, line
-    source = "".join((ROOT / name.removeprefix("my_")).read_text() for name in named)
+    files = [re.sub(r"^my_(labs/\w+)\.py", r"\1/lesson.py", name) for name in named]
+    source = "".join((ROOT / name).read_text() for name in files)
     if any("labs/" in name for name in named):  # options of all labs, and of one
         source += "".join(file.read_text() for file in (ROOT / "labs").glob("**/*.py"))
     launched = command[command.index(named[0]) :] if named else []
@@ -84,7 +85,7 @@ def test_links_resolve(path):
 @EACH_DOC
 def test_options_named_exist(path):
     """Every --option named in the text is one of some script, of torchrun, pip or Megatron."""
-    folders = ".", "labs", "labs/experiments", "tests", "results"
+    folders = ".", "labs", "labs/*", "tests", "results"
     files = [file for folder in folders for file in ROOT.glob(f"{folder}/*.py")]
     sources = "".join(file.read_text() for file in files)
     others = {"--nproc", "--nproc_per_node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint"}
@@ -105,14 +106,14 @@ def test_both_orders_of_reading_are_one():
 
     def steps(path):  # the files of each
         table = re.search(r"^\|.* read \|.* build \|.*\n((?:\|.*\n)*)", path.read_text(), re.M)[1]
-        return [re.findall(r"\w+\.py", row) for row in table.splitlines()]
+        return [re.findall(r"\w+\.py|lab\w+/lesson.py", row) for row in table.splitlines()]
 
     assert steps(DOCS[0]) == steps(DOCS[2])
-    stems = [file.stem for file in ROOT.glob("labs/lab*_*.py")]
-    stems.sort(key=lambda stem: (int(re.match(r"lab(\d+)", stem)[1]), stem))
-    labs = [f"{stem}.py" for stem in stems]
+    names = [file.parent.name for file in ROOT.glob("labs/*/lesson.py")]
+    names.sort(key=lambda name: (int(re.match(r"lab(\d+)", name)[1]), name))
+    labs = [f"{name}/lesson.py" for name in names]
     assert labs == [file for row in steps(DOCS[0]) for file in row if file.startswith("lab")]
-    row = r"\]\((lab\w+\.py)\).*\| (\d+) \| \d+ s \| ([\d.]+) h \|$"
+    row = r"\]\((lab\w+/lesson\.py)\).*\| (\d+) \| \d+ s \| ([\d.]+) h \|$"
     counts = re.findall(row, DOCS[2].read_text(), re.M)
     assert [file for file, _, _ in counts] == labs
     for file, count, hours in counts:
@@ -127,7 +128,7 @@ def test_both_orders_of_reading_are_one():
 
 BUDGETS = {"README.md": 180, "CONTRIBUTING.md": 80, "AGENTS.md": 60, "labs/README.md": 150}
 BUDGETS |= {"site/conf.py": 150, "site/words.py": 50}
-BUDGETS |= {f"labs/notes/{file.name}": 200 for file in NOTES if file.stem != "glossary"}
+BUDGETS |= {file.relative_to(ROOT): 200 for file in NOTES if file.stem != "glossary"}
 
 
 @pytest.mark.parametrize("name,lines", BUDGETS.items())
@@ -138,7 +139,7 @@ def test_budgets(name, lines):
 ELSEWHERE = {  # commands that are run as they stand, but not by the test below
     r"make |python3 -m venv": ".ci/run",
     r"torchrun --nnodes": "test_nodes.py and test_lab_runs.py, on one machine",
-    r"python labs/lab\d+_\w+\.py$": "test_lab_runs.py, in one process",
+    r"python labs/lab\d+_\w+/lesson\.py$": "test_lab_runs.py, in one process",
     r"python my_labs/lab1_collectives\.py": "test_labs.py, with a bug",
     r"python tests/copies\.py": "test_user.py, on a copy",
     r"python tests/(mutants|prove)\.py": "prove.py",

@@ -467,7 +467,7 @@ def test_layouts_on_the_page_are_the_simulators(browser, maker):
 @pytest.mark.slow
 def test_collectives_on_the_page_are_lab_1s(browser, maker):
     """Bytes as lab 1 counts them, seconds as it predicts them."""
-    from experiments.lab1 import COSTS
+    from labs.lab1_collectives.show import COSTS
 
     settings, n, us, gb = list(product(maker.OPERATIONS, range(2, 9))), 2**22, 50, 10
     with opened(browser, "collectives&") as tab:
@@ -586,9 +586,9 @@ def test_pipelines_on_the_page_are_pps(browser, maker):
 @pytest.mark.slow
 def test_time_on_the_page_is_lab_11s(browser, maker):
     """Seconds, the largest part and MFU, of 20 settings; what does not fit comes last."""
-    from experiments import plan
+    from labs.lab11_time import plan
 
-    lab, data = maker.load(maker.LABS / "lab11_time.py"), maker.embedded(PAGE)["time"]
+    lab, data = maker.load(maker.LABS / "lab11_time" / "lesson.py"), maker.embedded(PAGE)["time"]
     networks = {"measured": {}, "ideal": {"network": 50e9, "hop": 0.0, "spread": 0.0}}
     choose = random.Random(5)
     with opened(browser, "time&") as tab:
@@ -626,7 +626,7 @@ FITS += [("llama-3.1-70b", "ulysses_sharded", 16, 32768, 4), ("llama-3.1-70b", "
 @pytest.mark.parametrize("name,strategy,gpus,length,count", FITS)
 def test_what_fits_is_oom_searchs(browser, maker, name, strategy, gpus, length, count):
     """Where Time says how much a strategy needs, and lab 11's plan, it is the same."""
-    from experiments import plan
+    from labs.lab11_time import plan
 
     [known] = plan.peak_memory([strategy], name, gpus, length, count, "h100").values()
     state = f"time&{strategy}&model={name}&P={gpus}&length={length}&count={count}"

@@ -86,7 +86,7 @@ SEARCH = ["oom_search.py", "--strategy", "tp", "--nproc", "1", "--model", "tiny"
 SEARCH += range(32, 1312, 32)
 FULL = [
     (["labs/four_layouts.py"], "--json", "PASS"),
-    (["labs/lab2_megatron_layers.py"], "--plot", "PASS lab2"),
+    (["labs/lab2_megatron_layers/lesson.py"], "--plot", "PASS lab2"),
     (SEARCH, "--json", "PASS oom"),
 ]
 

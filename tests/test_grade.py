@@ -41,7 +41,7 @@ def total(x, group):
 '''
 CHECKS = """
 import torch
-from harness import Wrong
+from labs.kit.harness import Wrong
 
 
 def check_twice(lab, group, seed):
@@ -98,11 +98,13 @@ def grader(folder, *options):
 @pytest.fixture
 def desk(tmp_path):
     """Such a folder."""
-    (tmp_path / "labs" / "checks").mkdir(parents=True)
-    for file in ("grade.py", "harness.py", "blame.py", "cli.py"):
-        shutil.copy(ROOT / "labs" / file, tmp_path / "labs")
-    (tmp_path / "labs" / "lab0_small.py").write_text(SMALL_LAB + TOTALS)
-    (tmp_path / "labs" / "checks" / "lab0.py").write_text(CHECKS % len(WRONG))
+    labs, lab = tmp_path / "labs", tmp_path / "labs" / "lab0_small"
+    (labs / "kit").mkdir(parents=True)
+    lab.mkdir()
+    for file in ("grade.py", "kit/harness.py", "kit/blame.py", "kit/cli.py"):
+        shutil.copy(ROOT / "labs" / file, labs / file)
+    (lab / "lesson.py").write_text(SMALL_LAB + TOTALS)
+    (lab / "check.py").write_text(CHECKS % len(WRONG))
     return tmp_path
 
 
@@ -183,7 +185,7 @@ BAD = [
     ("finish lab1", "finish lab1: use list, start LAB, or LAB"),
     ("lab1 --timeout 0", "argument --timeout: use 1 to 2147483647, not 0"),
     (
-        "lab1 --file labs/lab1_collectives.py --only x",
+        "lab1 --file labs/lab1_collectives/lesson.py --only x",
         "lab1_collectives has no exercise x: use one of",
     ),
     ("", "the following arguments are required: LAB"),
@@ -246,7 +248,7 @@ def test_a_cluster_with_a_long_tmpdir_and_a_locale_of_ascii(tmp_path):
     assert "ValueError: r\\xe9duit\n" in run.stdout, run.stdout
 
 
-LAB1 = "labs/lab1_collectives.py"
+LAB1 = "labs/lab1_collectives/lesson.py"
 WITHOUT = [f"labs/grade.py lab1 --file {LAB1}", pytest.param(LAB1, marks=pytest.mark.slow)]
 
 
@@ -257,7 +259,9 @@ def test_ranks_without_a_network_are_no_wrong_answer(words):
     assert re.fullmatch(r"error: no network between ranks \(.*\n", run.stderr), run.stderr
 
 
-@pytest.mark.parametrize("words", ["grade.py list", "break_it.py --list", "lab1_collectives.py"])
+@pytest.mark.parametrize(
+    "words", ["grade.py list", "break_it.py --list", "lab1_collectives/lesson.py"]
+)
 def test_a_reader_may_leave_early(words):
     reader, writer = os.pipe()
     os.close(reader)
@@ -276,6 +280,7 @@ def test_windows_is_told_what_would_do(monkeypatch, capsys):
 
 
 def test_importing_the_harness_starts_nothing():
-    code = "import harness, multiprocessing.forkserver as f; print(f._forkserver._forkserver_pid)"
-    run = python("-c", code, cwd=ROOT / "labs")
+    code = "import multiprocessing.forkserver as f, labs.kit.harness; "
+    code += "print(f._forkserver._forkserver_pid)"
+    run = python("-c", code, cwd=ROOT)
     assert run.stdout == "None\n", run.stderr

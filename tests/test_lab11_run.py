@@ -13,8 +13,8 @@ from learner import LABS, SHOWN, harness, run_lab
 from pytest import approx
 from torch.utils.flop_counter import FlopCounterMode
 
-SHOWN["lab11"]  # its import found experiments/
-from experiments import oracle, plan, runs  # noqa: E402
+from labs.lab11_time import plan, runs
+from labs.lab15_types import oracle
 
 lab = harness.load(LABS["lab11"])
 ROWS = runs.read_runs()
@@ -44,7 +44,7 @@ def test_every_part_earns_its_place():
 
 
 def test_what_the_data_says_of_itself():
-    text = (ROOT / "labs" / "data" / "README.md").read_text()
+    text = (ROOT / "labs" / "lab11_time" / "published_runs.md").read_text()
     assert len(ROWS) == 838 and all(f"| {name}" in text or f", {name}" in text for name in ROWS[0])
     assert sum(not runs.consistent(row) for row in ROWS) == 4 and "Four rows" in text
     for row in ROWS:
@@ -92,7 +92,9 @@ def test_matmuls_are_the_scripts():
 
 def test_the_published_long_run():
     """Predicted within 5%, nothing fitted to it; README and the notes say what the plan says."""
-    readme, notes = ((ROOT / name).read_text() for name in ("README.md", "labs/notes/lab11.md"))
+    readme, notes = (
+        (ROOT / name).read_text() for name in ("README.md", "labs/lab11_time/README.md")
+    )
     for name, parts in plan.published_run(lab).items():
         measured, predicted = plan.PUBLISHED[name], sum(parts.values())
         assert predicted == approx(measured, rel=0.05)
@@ -131,7 +133,7 @@ def test_bad_input_is_one_line(options, message, capsys):
 @pytest.fixture
 def fast(monkeypatch):
     """No checks, and a memory that is not oom_search.py's."""
-    monkeypatch.setattr(harness.companion("checks", LABS["lab11"]), "CHECKS", {})
+    monkeypatch.setattr(harness.companion("check", LABS["lab11"]), "CHECKS", {})
     memory = {name: {"peak_bytes": None, "fits": None, "why": "a test"} for name in plan.STRATEGIES}
     for name, peak, fits in ("tp", 44e9, True), ("sp", 13e9, True), ("ulysses", 125e9, False):
         memory[name] = {"peak_bytes": peak, "fits": fits, "why": None}

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from conftest import changed
-from learner import LABS, harness, run_lab
+from learner import FILES, LABS, harness, run_lab
 from pytest import approx
 
 TOKENS, HIDDEN, EXPERTS = 64, 32, 8
@@ -13,7 +13,7 @@ TOKENS, HIDDEN, EXPERTS = 64, 32, 8
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """The results of a run on 3 ranks, and its picture's size; its checks run elsewhere."""
-    folder, checks = tmp_path_factory.mktemp("lab12"), harness.companion("checks", LABS["lab12"])
+    folder, checks = tmp_path_factory.mktemp("lab12"), harness.companion("check", LABS["lab12"])
     files = folder / "lab12.json", folder / "lab12.png"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checks, "CHECKS", {})
@@ -127,7 +127,7 @@ BROKEN = [  # what is wrong, {ours: theirs}, the check that has to say so, and w
 @pytest.mark.slow
 @pytest.mark.parametrize("what,put,exercise,said", BROKEN, ids=[case[0] for case in BROKEN])
 def test_broken_on_purpose(what, put, exercise, said, tmp_path):
-    file = tmp_path / LABS["lab12"].name
-    file.write_text(changed("labs/lab12_experts.py", put))
+    file = tmp_path / FILES["lab12"]
+    file.write_text(changed("labs/lab12_experts/lesson.py", put))
     passed, found, hint = harness.check(file, exercise, seed=7, timeout=20)
     assert not passed and said in found, found

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from conftest import changed
-from learner import LABS, harness, run_lab
+from learner import FILES, LABS, harness, run_lab
 from pytest import approx
 
 lab = harness.load(LABS["lab14"])
@@ -13,7 +13,7 @@ lab = harness.load(LABS["lab14"])
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """The results of a run, and its picture's size; its checks run elsewhere."""
-    folder, checks = tmp_path_factory.mktemp("lab14"), harness.companion("checks", LABS["lab14"])
+    folder, checks = tmp_path_factory.mktemp("lab14"), harness.companion("check", LABS["lab14"])
     files = folder / "lab14.json", folder / "lab14.png"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checks, "CHECKS", {})
@@ -143,7 +143,7 @@ BROKEN = [  # what is wrong, {ours: theirs}, the check that has to say so, and w
 @pytest.mark.slow
 @pytest.mark.parametrize("what,put,exercise,said", BROKEN, ids=[case[0] for case in BROKEN])
 def test_broken_on_purpose(what, put, exercise, said, tmp_path):
-    file = tmp_path / LABS["lab14"].name
-    file.write_text(changed("labs/lab14_documents.py", put))
+    file = tmp_path / FILES["lab14"]
+    file.write_text(changed("labs/lab14_documents/lesson.py", put))
     passed, found, hint = harness.check(file, exercise, seed=7, timeout=60)
     assert not passed and said in found, found

@@ -8,12 +8,11 @@ import torch
 from conftest import ROOT, python
 from learner import CHECKS, LABS, SHOWN, harness, run_lab
 
-SHOWN["lab15"]  # its import found experiments/ and checks/
-from checks import lab3, typed  # noqa: E402
-from experiments import bits_bugs, oracle, typed_bugs  # noqa: E402
+from labs.lab3_pitfalls import check as lab3
+from labs.lab15_types import bits_bugs, oracle, typed, typed_bugs
 
 lab = harness.load(LABS["lab15"])
-NETS = json.loads((ROOT / "labs" / "data" / "nets.json").read_text())
+NETS = json.loads((ROOT / "labs" / "lab15_types" / "nets.json").read_text())
 BUGS = SHOWN["lab15"].break_it.BUGS
 
 

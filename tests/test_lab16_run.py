@@ -5,11 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from learner import LABS, SHOWN, harness, run_lab
+from learner import LABS, harness, run_lab
 
-SHOWN["lab16"]  # its import found experiments/ and checks/
-from checks.bits import finished, one_by_one, tree  # noqa: E402
-from experiments import divergence, same_bits  # noqa: E402
+from labs.lab16_bits import divergence, same_bits
+from labs.lab16_bits.bits import finished, one_by_one, tree
 
 lab = harness.load(LABS["lab16"])
 F32 = 0xFFFFFFFF
@@ -69,7 +68,7 @@ def test_orders_of_a_sum():
 
 @pytest.mark.slow
 def test_a_run_on_4_ranks(tmp_path, monkeypatch):
-    monkeypatch.setattr(harness.companion("checks", LABS["lab16"]), "CHECKS", {})
+    monkeypatch.setattr(harness.companion("check", LABS["lab16"]), "CHECKS", {})
     file, picture = tmp_path / "lab16.json", tmp_path / "lab16.png"
     options = ["--ranks", "4", "--json", str(file), "--plot", str(picture)]
     assert run_lab(LABS["lab16"], options) == 0

@@ -6,7 +6,7 @@ from statistics import mean
 
 import pytest
 from conftest import changed
-from learner import LABS, harness, run_lab
+from learner import FILES, LABS, harness, run_lab
 from pytest import approx
 
 lab = harness.load(LABS["lab17"])
@@ -18,7 +18,7 @@ LAYER |= {"down": (4, 6)}
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """The results of a run, and its picture's size; its checks run elsewhere."""
-    folder, checks = tmp_path_factory.mktemp("lab17"), harness.companion("checks", LABS["lab17"])
+    folder, checks = tmp_path_factory.mktemp("lab17"), harness.companion("check", LABS["lab17"])
     files = folder / "lab17.json", folder / "lab17.png"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checks, "CHECKS", {})
@@ -94,7 +94,7 @@ BROKEN = [  # {ours: theirs}, the check that has to say so, and what
 @pytest.mark.slow
 @pytest.mark.parametrize("put,exercise,said", BROKEN)
 def test_broken_on_purpose(put, exercise, said, tmp_path):
-    file = tmp_path / LABS["lab17"].name
-    file.write_text(changed("labs/lab17_muon.py", put))
+    file = tmp_path / FILES["lab17"]
+    file.write_text(changed("labs/lab17_muon/lesson.py", put))
     passed, found, _ = harness.check(file, exercise, seed=7, timeout=60)
     assert not passed and said in found, found

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ENVIRONMENT, ROOT
-from learner import CHECKS, LABS, SHOWN, UsageError, harness, run_lab
+from learner import CHECKS, FILES, LABS, SHOWN, UsageError, harness, run_lab
 from pytest import approx
 
 pytestmark = [
@@ -40,7 +40,7 @@ def run(tmp_path, capfd):
         assert status == 0 and errors == "", printed + errors
         results, checks = json.loads(files[0].read_text()), CHECKS[name].CHECKS
         exercises, verdict = results["exercises"], f"all {len(checks)} exercises' checks hold"
-        assert printed.endswith(f"\nPASS {LABS[name].stem}: {verdict}\n")
+        assert printed.endswith(f"\nPASS {LABS[name].parent.name}: {verdict}\n")
         assert results["passed"] and results["failed"] == [] and exercises.keys() == checks.keys()
         assert all(seen["passed"] and seen["report"] for seen in exercises.values())
         assert files[1].read_bytes()[:4] == b"\x89PNG" and files[1].stat().st_size > 20_000
@@ -178,7 +178,7 @@ def test_lab3(run):
 def test_lab3_says_which_wrong_way_works_and_which_right_one_does_not(tmp_path, capsys):
     text = LABS["lab3"].read_text().replace("    parameter.copy_(", "    parameter.data.copy_(")
     text = text.replace("inner(copy_to_tp_region(hidden_states, group)", "inner(hidden_states")
-    mine = tmp_path / LABS["lab3"].name
+    mine = tmp_path / FILES["lab3"]
     mine.write_text(text)
     args = SimpleNamespace(only="copy_without_no_grad", seed=0)
     (failed,) = SHOWN["lab3"].experiment(harness.load(mine), args)["failed"]
@@ -445,7 +445,7 @@ exit "${status:-0}"
 
 
 def slurm(folder, *options, cpus="2"):
-    """labs/lab8_3d.slurm under a Slurm of ours; returns (exit status, what all agents printed).
+    """labs/lab8_3d/job.slurm under a Slurm of ours; returns (exit status, what all agents printed).
 
     cpus: ranks on each of the two nodes.
     """
@@ -455,7 +455,7 @@ def slurm(folder, *options, cpus="2"):
     path = os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
     job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2"}
     job |= {"SLURM_CPUS_PER_TASK": cpus, "SLURM_TEST": str(folder), "PATH": path}
-    command = ["bash", ROOT / "labs" / "lab8_3d.slurm", *map(str, options)]
+    command = ["bash", ROOT / "labs" / "lab8_3d" / "job.slurm", *map(str, options)]
     run = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT | job, timeout=300)
     return run.returncode, "".join((folder / f"node{node}.out").read_text() for node in (0, 1))
 

@@ -11,6 +11,7 @@ import pytest
 from conftest import ROOT, python
 from learner import (
     CHECKS,
+    FILES,
     LABS,
     NAMES,
     REGION,
@@ -23,25 +24,26 @@ from learner import (
     run_lab,
 )  # fmt: skip
 
+from labs.kit.compare import mistaken
+
 EACH_LAB = pytest.mark.parametrize("name", NAMES)
+KIT = 1600  # lines of what labs share, and of the grader
 LONG_LESSONS = {"lab3": 550, "lab8": 550}
 MAIN = '\nif __name__ == "__main__":'
-SHARED = "harness.py", "blame.py", "run.py", "grade.py", "cli.py", "pictures.py"
+SHARED = [ROOT / "labs/grade.py", *(ROOT / "labs/kit").glob("*.py")]
 LISTED = {name: listed(name) for name in NAMES}
 CAUGHT = [(name, *case) for name, (_, cases) in LISTED.items() for case in cases]
 
 
 @EACH_LAB
 def test_budgets(name):
-    sizes = {LABS[name]: LONG_LESSONS.get(name, 450)}
-    sizes |= dict.fromkeys(SHARED, 300)
-    sizes |= dict.fromkeys((ROOT / "labs" / "checks").glob("*.py"), 400)
-    sizes |= dict.fromkeys((ROOT / "labs" / "experiments").glob("*.py"), 300)
+    sizes = dict.fromkeys(LABS[name].parent.glob("*.py"), 400)
+    sizes |= {LABS[name]: LONG_LESSONS.get(name, 450)} | dict.fromkeys(SHARED, 300)
     for file, most in sizes.items():
-        lines = (ROOT / "labs" / file).read_text().splitlines()
+        lines = file.read_text().splitlines()
         assert len(lines) <= most, file
         assert max(map(len, lines)) <= 100, file
-    assert sum(len((ROOT / "labs" / file).read_text().splitlines()) for file in SHARED) <= 950
+    assert sum(len(file.read_text().splitlines()) for file in SHARED) <= KIT
 
 
 @EACH_LAB
@@ -119,13 +121,16 @@ def test_bugs_are_listed_and_a_prediction_is_asked_for(name, capsys):
     assert question.endswith("?") and formula and callable(measure)
 
 
-TABLE = re.compile(r'"""\n== (.*?)\n"""', re.S)  # of usual mistakes, in any file of checks/
-TABLES = {p.stem: TABLE.findall(p.read_text()) for p in (ROOT / "labs" / "checks").glob("*.py")}
+TABLE = re.compile(r'"""\n== (.*?)\n"""', re.S)  # of usual mistakes, in any file of a lab
+TABLES = {
+    f"labs.{path.parent.name}.{path.stem}": TABLE.findall(path.read_text())
+    for path in sorted((ROOT / "labs").glob("lab*_*/*.py"))
+}
 
 
-@pytest.mark.parametrize("name", [name for name in sorted(TABLES) if TABLES[name]])
+@pytest.mark.parametrize("name", [name for name in TABLES if TABLES[name]])
 def test_usual_mistakes_are_parts_of_the_finished_exercises(name):
-    checks, mistaken = sys.modules[f"checks.{name}"], sys.modules["checks.compare"].mistaken
+    checks = sys.modules[name]
     for section in "\n== ".join(TABLES[name]).split("\n== "):
         exercise, *lines, _ = section.splitlines()
         for line in lines:
@@ -173,7 +178,7 @@ def test_wrong_is_caught_with_its_hint(name, exercise, bug, answer, said):
 @pytest.mark.slow
 @EACH_LAB
 def test_the_empty_lab_grades_0(name, tmp_path):
-    mine, results = tmp_path / LABS[name].name, tmp_path / "results.json"
+    mine, results = tmp_path / FILES[name], tmp_path / "results.json"
     mine.write_text(grade.emptied(LABS[name].read_text()))
     assert grade.main([name, "--file", str(mine), "--json", str(results), "--seed", "7"]) == 1
     exercises = json.loads(results.read_text())["exercises"]
@@ -197,7 +202,7 @@ OTHERWISE = {  # how the experiments are run with other right answers
 @pytest.mark.slow
 @EACH_LAB
 def test_other_right_answers_pass_and_serve_the_experiments(name, tmp_path, capsys, monkeypatch):
-    mine, ways = tmp_path / LABS[name].name, list(SAVED.values())
+    mine, ways = tmp_path / FILES[name], list(SAVED.values())
     save = ways[NAMES.index(name) % len(ways)]
     mine.write_bytes(save(answered(LABS[name], LISTED[name][0])))
     assert grade.main([name, "--file", str(mine), "--seed", "7", "--timeout", "90"]) == 0
@@ -211,7 +216,7 @@ def test_other_right_answers_pass_and_serve_the_experiments(name, tmp_path, caps
 @pytest.mark.slow
 def test_a_bug_fails_a_lab_in_my_labs_alone(tmp_path):
     (tmp_path / "labs").symlink_to(ROOT / "labs")
-    mine, results = tmp_path / "my_labs" / LABS["lab1"].name, tmp_path / "results.json"
+    mine, results = tmp_path / "my_labs" / FILES["lab1"], tmp_path / "results.json"
     mine.parent.mkdir()
     mine.write_text(answered(LABS["lab1"], LISTED["lab1"][0]))
     ran = python(mine, "--inject-bug", "all_to_everyone", "--json", results, cwd=tmp_path)

@@ -6,13 +6,11 @@ import subprocess
 import sys
 
 import numpy as np
+import plot
 import pytest
 import torch
 from conftest import ENVIRONMENT, ROOT, python
 from torch.nn import functional
-
-sys.path[:0] = [str(ROOT / "results"), str(ROOT / "labs")]
-import plot  # noqa: E402
 
 SIM, FOUR = "sp_layout_sim.py", "labs/four_layouts.py"
 LAYOUTS = ["tp", "sp", "ulysses", "cp"]

@@ -5,7 +5,6 @@ import importlib
 import itertools
 import json
 import math
-import sys
 from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
@@ -15,8 +14,7 @@ import pytest
 from conftest import ROOT, changed
 from forks import STRATEGIES
 
-sys.path.insert(0, str(ROOT))
-from labs.memory import techniques  # noqa: E402
+from labs.memory import techniques
 
 EXACT, TILE = 1e-10, 24  # a tile: 8 tokens of each of 3 sequences
 RECOMPUTE, LOSS = ["full", "selective", "offload", "none"], ["full", "chunked"]
@@ -29,7 +27,8 @@ SCRIPTS = {  # their own options
 RUNS = [(script, options) for script in STRATEGIES for options in ["", *SCRIPTS[script]]]
 
 
-TEXTS = {"labs/lab10_long_sequences.py": techniques.lab10, "labs/memory/techniques.py": techniques}
+TEXTS = {"labs/lab10_long_sequences/lesson.py": techniques.lab10}
+TEXTS |= {"labs/memory/techniques.py": techniques}
 
 
 def change(put):

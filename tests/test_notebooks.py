@@ -66,7 +66,7 @@ def test_committed(path):
     assert problems(notebook) == []
     assert sum(pictures(notebook)) >= 3
     assert not [cell.source for cell in notebook.cells if OF_A_MACHINE.search(cell.source)]
-    files = re.findall(r"\b(?:tests|labs|results)/\w+\.py", str(notebook.cells))
+    files = re.findall(r"\b(?:tests|labs|labs/\w+|results)/\w+\.py", str(notebook.cells))
     assert [file for file in files if not (ROOT / file).exists()] == []
     assert notebook.metadata.kernelspec.name == "python3"
 

@@ -22,10 +22,9 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-sys.path.insert(0, str(ROOT))
-import oom_search  # noqa: E402
-import tp  # noqa: E402
-from labs.memory import live_tensors, meta_device, techniques  # noqa: E402
+import oom_search
+import tp
+from labs.memory import live_tensors, meta_device, techniques
 
 HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 
@@ -95,9 +94,9 @@ for gpus, options in json.loads(sys.argv[1]):
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "labs").mkdir()
     shutil.copytree(ROOT / "labs" / "memory", tmp_path / "labs" / "memory")
-    for file in ("oom_search.py", "labs/lab10_long_sequences.py"):
+    (tmp_path / "labs" / "lab10_long_sequences").mkdir()
+    for file in ("oom_search.py", "labs/lab10_long_sequences/lesson.py"):
         shutil.copy(ROOT / file, tmp_path / file)
     return tmp_path
 

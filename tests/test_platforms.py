@@ -10,8 +10,6 @@ import tomllib
 import pytest
 from conftest import ROOT
 
-sys.path.insert(0, str(ROOT))
-
 
 @pytest.mark.parametrize("name", ["tp", "sp_megatron", "sp_ulysses", "pp", "oom_search"])
 def test_windows_is_told_what_would_do(name, monkeypatch, capsys):

@@ -2,13 +2,9 @@
 
 import json
 import re
-import sys
 
+import plot
 import pytest
-from conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "results"))
-import plot  # noqa: E402
 
 KINDS = {"shard": 0.0, "logits": 1e-7, "loss": 0.0, "grad": None, "grad_norm": 2e-3, "weight": 1e-8}
 TENSORS = [{"kind": kind, "coverage": 1, "relative_error": error} for kind, error in KINDS.items()]

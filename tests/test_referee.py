@@ -8,7 +8,7 @@ from learner import CHECKS, LABS, run_lab
 PLANS = """
 from torch.distributed.tensor import Partial
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from checks.styles import finished
+from labs.lab5_tp_plans.styles import finished
 def right(model, sp):
     return finished.choose_plan(model, sp)[0]
 def without(end):

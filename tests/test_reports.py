@@ -139,5 +139,5 @@ def test_what_oom_search_says_of_a_model(tmp_path, config, status, said):
 
 
 def test_lab_8_tells_of_half_an_environment():
-    run = python("labs/lab8_3d.py", env={"RANK": "0", "WORLD_SIZE": "4"})
+    run = python("labs/lab8_3d/lesson.py", env={"RANK": "0", "WORLD_SIZE": "4"})
     assert run.returncode == 2 and run.stderr.startswith("error: RANK is set, MASTER_ADDR")

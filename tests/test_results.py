@@ -2,13 +2,10 @@
 
 import json
 import re
-import sys
 
+import make
 import pytest
 from conftest import ROOT, python
-
-sys.path.insert(0, str(ROOT / "results"))
-import make  # noqa: E402
 
 
 def test_readme_shows_what_was_found():

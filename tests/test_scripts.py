@@ -4,17 +4,15 @@ import functools
 import itertools
 import json
 import re
-import sys
 from collections import Counter
 
 import pytest
 import torch
 from conftest import CHUNK
-from forks import MODELS, ROOT, SMALL, STRATEGIES
+from forks import MODELS, SMALL, STRATEGIES
 from transformers import AutoConfig, AutoModelForCausalLM
 
-sys.path.insert(0, str(ROOT))
-import pp  # noqa: E402
+import pp
 
 TP, SHARDED, SCHEDULES = STRATEGIES[:2], STRATEGIES[:3], ["afab", "1f1b", "interleaved", "zb"]
 # All that correctness is asked for: every model, attention, loss and recomputation, in float64

@@ -1,6 +1,6 @@
 """Memory-saving techniques for the model of any script: lab 10's, and attention in parts.
 
-Lab 10 (lab10_long_sequences.py) recomputes layers and takes norms and MLPs in tiles of tokens: each
+Lab 10 (lab10_long_sequences/) recomputes layers and takes norms and MLPs in tiles of tokens: each
 token is treated by itself there, however the model is made parallel. Attention needs all tokens at
 once, so here its heads are taken in turn, as lab 10's attend_by_chunks() does for Ulysses: for each
 chunk of heads its own rows of q_proj, k_proj, v_proj, attention, and its own columns of o_proj,
@@ -28,8 +28,8 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-import lab10_long_sequences as lab10  # noqa: E402
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+from labs.lab10_long_sequences import lesson as lab10  # noqa: E402
 
 # ---- Tiles of Megatron SP's attention block ------------------------------------------------------
 

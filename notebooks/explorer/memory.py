@@ -7,12 +7,12 @@ from functools import partial
 from itertools import pairwise, product
 from types import SimpleNamespace
 
-from experiments.plan import why_not
-from harness import LABS
 from tqdm import tqdm
 
 import oom_search
 import pp
+from labs.kit.harness import LABS
+from labs.lab11_time.plan import why_not
 
 MODELS = {
     "llama-3.2-1b": "Llama 3.2 1B", "llama-3.2-3b": "Llama 3.2 3B", "llama-3.1-8b": "Llama 3.1 8B",

@@ -22,12 +22,12 @@ document.documentElement.classList.toggle("embedded", self !== top);
 // All links out of this page stand here, so that a build of the site can rewrite them.
 const LINKS = {
   home: "../README.md",
-  "lab 1": "../labs/notes/lab1.md",
-  "lab 2": "../labs/notes/lab2.md",
-  "lab 7": "../labs/notes/lab7.md",
-  "lab 8": "../labs/notes/lab8.md",
-  "lab 10": "../labs/notes/lab10.md",
-  "lab 11": "../labs/notes/lab11.md",
+  "lab 1": "../labs/lab1_collectives/README.md",
+  "lab 2": "../labs/lab2_megatron_layers/README.md",
+  "lab 7": "../labs/lab7_ring_attention/README.md",
+  "lab 8": "../labs/lab8_3d/README.md",
+  "lab 10": "../labs/lab10_long_sequences/README.md",
+  "lab 11": "../labs/lab11_time/README.md",
   "the labs": "../labs/README.md",
   "notebook 5": "../notebooks/5_pipeline.ipynb",
   "notebook 7": "../notebooks/7_break_it.ipynb",

@@ -3,9 +3,9 @@
 import dataclasses
 from itertools import product
 
-from experiments import plan
-from experiments.runs import half, judged, measured, read_runs, scored
-from harness import LABS, load
+from labs.kit.harness import LABS, load
+from labs.lab11_time import plan
+from labs.lab11_time.runs import half, judged, measured, read_runs, scored
 
 
 def timetable():
@@ -16,7 +16,7 @@ def timetable():
     where it is that of the first GPU and network; runs: [what a run was, tp, predicted, measured
     tokens/s a GPU].
     """
-    lab, steps = load(LABS / "lab11_time.py"), {}
+    lab, steps = load(LABS / "lab11_time" / "lesson.py"), {}
     models, ranks = [name for name in plan.MODELS if name.startswith("llama")], [1, 2, 4, 8, 16, 32]
     lengths, once = [4096 * 2**i for i in range(9)], ["bubble", "gradients", "optimizer", "other"]
     networks = {"measured": {}, "ideal": {"network": 50e9, "hop": 0.0, "spread": 0.0}}

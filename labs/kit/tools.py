@@ -1,0 +1,201 @@
+"""What the checks and experiments of several labs share: signals between ranks, sizes, counts."""
+
+import tempfile
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from labs.kit.compare import tried
+from labs.kit.harness import Traffic, expect, expect_close
+
+UNEVEN = 5, 7, 11, 13, 17, 19, 23, 25, 29  # neither 2 nor 3 divides them
+
+
+def draw_from(seed, group=None):
+    """(uneven, randn): uneven() is a size that neither 2 nor 3 divides, randn(*shape) a tensor.
+
+    All ranks of a group draw the same. Another group draws equal sizes and other numbers, so that
+    a collective that forgets its group gives a wrong result instead of waiting for ever; two ranks
+    draw float64, so that an answer cannot count on one dtype.
+    """
+    first = dist.get_process_group_ranks(group)[0] if group else 0
+    sizes = torch.Generator().manual_seed(seed)
+    numbers = torch.Generator().manual_seed(seed + first)
+
+    def uneven():
+        return UNEVEN[torch.randint(len(UNEVEN), (), generator=sizes)]
+
+    dtype = torch.float64 if group and group.size() == 2 else torch.float32
+    return uneven, partial(torch.randn, generator=numbers, dtype=dtype)
+
+
+def subgroup(group, seconds=600, ranks=None):
+    """A group of some of a group's ranks, or all; its calls fail after so many seconds."""
+    members = dist.get_process_group_ranks(group)
+    members = members if ranks is None else [members[rank] for rank in ranks]
+    how = {"timeout": timedelta(seconds=seconds), "use_local_synchronization": True}
+    return dist.new_group(members, **how)
+
+
+@contextmanager
+def shared_folder(group):
+    """A folder that all ranks see, till all are done with it: for signals between them."""
+    with tempfile.TemporaryDirectory() as own:
+        names = [own]
+        dist.broadcast_object_list(names, group=group, group_src=0)
+        yield Path(names[0])
+        dist.barrier(group)
+
+
+def appears(path, seconds):
+    """Wait till a file is there, for at most so long."""
+    end = time.monotonic() + seconds
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.002)
+
+
+@contextmanager
+def noted_waits():
+    """A list to which every work.wait(), or the future of it, adds its work."""
+    waits = []
+
+    def noting(method):
+        def noted(work, *args):
+            waits.append(work)
+            return method(work, *args)
+
+        return mock.patch.object(dist.Work, method.__name__, noted)
+
+    with noting(dist.Work.wait), noting(dist.Work.get_future):
+        yield waits
+
+
+def storage_of(tensor):
+    """The memory of a tensor on this rank; of a DTensor, also of one that is still under way."""
+    with torch.no_grad():
+        tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        tensor = tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+        return tensor.untyped_storage()
+
+
+class Kept(torch.autograd.graph.saved_tensors_hooks):
+    """Counts the bytes that autograd keeps for the backward of what runs inside, each storage once.
+
+    Those of parameters are there anyway and not counted. Of a DTensor what this rank holds counts.
+    storages {address: bytes}
+    """
+
+    def __init__(self, *parameters):
+        self.storages, self.known = {}, {storage_of(p).data_ptr() for p in parameters}
+        super().__init__(self.note, lambda tensor: tensor)
+
+    def note(self, tensor):
+        storage = storage_of(tensor)
+        if storage.data_ptr() not in self.known:
+            self.storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def note_attributes(self, out):
+        """Count what an autograd Function has written to its ctx, too: out is its result."""
+        for x in tree_leaves(list(getattr(out.grad_fn, "__dict__", {}).values())):
+            if isinstance(x, torch.Tensor):
+                self.note(x)
+
+    def __enter__(self):
+        super().__enter__()
+        return self
+
+    @property
+    def bytes(self):
+        return sum(self.storages.values())
+
+
+def expect_traffic(when, traffic, most, hint=""):
+    """Raise Wrong unless each collective moves at most most[op] bytes; those not named none.
+
+    most None: any will do.
+    """
+    for op, (calls, sent) in (traffic.ops if most is not None else {}).items():
+        allowed = most.get(op, 0)
+        enough = f"{allowed} will do" if allowed else "none are needed"
+        found = f"{when}: {op} moves {sent} bytes, calls: {calls}; {enough}"
+        expect(sent <= allowed, found, hint)
+
+
+IN_PLACE = "a collective works in place, as x.add_() does; do it to a new tensor"
+
+
+def run_and_compare(layer, given, wanted, hints, case="", parameters=()):
+    """Run layer(x) and its backward; compare values, gradients and bytes. No input is written to.
+
+    given {"x", "dy"}; wanted {"y", "dx"}, where they matter "forward" and "backward", {op: bytes},
+    and "kept", the bytes that the backward needs beside the parameters; hints {"y", "dx"}, as
+    expect_close takes them, and "otherwise", a text. case: what messages begin with. Returns the
+    largest relative error.
+    """
+    x, dy = given["x"].clone().requires_grad_(), given["dy"].clone()
+    hint = hints.get("otherwise", "")
+    with Traffic() as forward, Kept(*parameters) as kept:
+        y = tried(f"{case}the forward", hint, layer, x)
+    error = expect_close(f"{case}y", y, wanted["y"], hints=hints.get("y"), hint=hint)
+    expect(torch.equal(x, given["x"]), f"{case}x is overwritten", IN_PLACE)
+    if "kept" in wanted:
+        kept.note_attributes(y)
+        found = f"{kept.bytes} bytes are kept for the backward; {wanted['kept']} will do"
+        expect(kept.bytes <= wanted["kept"], found, "keep the shard x, not the gathered one")
+    expect_traffic(f"{case}forward", forward, wanted.get("forward"), hint)
+    with Traffic() as backward:
+        tried(f"{case}the backward", hint, y.backward, dy)
+    same = torch.equal(x, given["x"]) and torch.equal(dy, given["dy"])
+    expect(same, f"{case}x, or the gradient given to the backward, is overwritten", IN_PLACE)
+    error = max(error, expect_close(f"{case}dx", x.grad, wanted["dx"], 1e-5, hints.get("dx"), hint))
+    expect_traffic(f"{case}backward", backward, wanted.get("backward"), hint)
+    return error
+
+
+def members(groups):
+    """(group, rank, size) of the groups that this rank is in."""
+    inside = [group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER]
+    return [(group, group.rank(), group.size()) for group in inside]
+
+
+def numbers(seed, *shape):
+    """The same random numbers on every rank."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def on_every_rank(value, group):
+    """The values of a Python object on all ranks, in order."""
+    values = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+PRODUCTS = "mm", "bmm", "addmm", "baddbmm", "mkldnn_linear", "mv", "dot"
+
+
+class Products(TorchDispatchMode):
+    """Notes the dtypes of matrix products while inside, and of each product its name, and of each
+    operand the shape, strides and address modulo 64, by which a kernel may choose its order."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.dtypes = [], set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._opname in PRODUCTS:
+            given = [x for x in args if isinstance(x, torch.Tensor)]
+            self.dtypes |= {x.dtype for x in given}
+            how = ((tuple(x.shape), x.stride(), x.data_ptr() % 64) for x in given)
+            self.calls.append((func._opname, *how))
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,82 @@
+"""What labs 7 to 17 share: hints by usual mistakes, memory that is alive.
+
+A usual mistake is a part of a finished function's text, and what stands there instead: what that
+gives is compared with what the learner's gives. Who changes a finished exercise changes its
+mistakes with it: mistaken() refuses a part that is not there.
+"""
+
+import time
+from contextlib import suppress
+
+import torch
+
+from labs.kit.compare import mistaken
+from labs.kit.harness import Wrong, expect_close, relative_error
+
+
+def alike(mine, other, tolerance=1e-9):
+    """Whether two results, tensors or numbers or others, are equal up to rounding."""
+    if isinstance(mine, torch.Tensor) and isinstance(other, torch.Tensor):
+        mine, other = (x.double().nan_to_num(0, 0, 0) for x in (mine, other))
+        return relative_error(mine, other) <= tolerance
+    if isinstance(mine, float) and isinstance(other, float | int):
+        return abs(mine - other) <= tolerance * max(abs(other), 1e-12)
+    return mine == other
+
+
+def section(mistakes, function):
+    """The lines that a text of mistakes has on a function.
+
+    As in tests/answers/, below "== name" of it: "ours -> theirs  # hint", a part of the finished
+    function and what usually stands there instead. Last a line with the hint for all others.
+    """
+    lines = mistakes.partition(f"\n== {function.__name__}\n")[2].partition("\n== ")[0]
+    return lines.strip().splitlines()
+
+
+def usual_results(mistakes, function, args):
+    """Yield (hint, what the function gives of args) for each usual mistake in it."""
+    for line in section(mistakes, function)[:-1]:
+        change, _, hint = line.rpartition("  # ")
+        ours, theirs = change.split(" ->")
+        wrong = mistaken(function, (ours, theirs.removeprefix(" ")))
+        with suppress(Exception):
+            yield hint, wrong(*args)
+
+
+def usual_hint(
+    mistakes, function, args, mine, part=None, view=lambda result: result, tolerance=1e-9
+):
+    """The hint of the mistake that gives the same as the learner's, or that for all others.
+
+    Of several results one part is compared; view(results): what has the parts.
+    """
+    for hint, result in usual_results(mistakes, function, args):
+        with suppress(Exception):
+            if alike(mine, view(result) if part is None else view(result)[part], tolerance):
+                return hint
+    return section(mistakes, function)[-1]
+
+
+def close_or_usual(what, mine, right, *usual, tolerance=1e-10):
+    """expect_close(); usual: what usual_hint() takes, to find the hint."""
+    try:
+        return expect_close(what, mine, right, tolerance)
+    except Wrong as wrong:
+        mistakes, function, args, *part = usual
+        raise Wrong(wrong.found, usual_hint(mistakes, function, args, mine, *part)) from None
+
+
+def bytes_alive(storages, most, seconds=3.0):
+    """The bytes of storages [weak references] that exist; waits so long for at most `most` of them.
+
+    gloo's own thread holds what it has sent or gathered for a moment longer than wait() takes.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        there = [storage for reference in storages if (storage := reference()) is not None]
+        nbytes = sum({storage._cdata: storage.nbytes() for storage in there}.values())
+        if nbytes <= most or time.monotonic() > end:
+            return nbytes
+        del there
+        time.sleep(0.001)

@@ -1,0 +1,125 @@
+"""Lab 15's programs as spmd_types sees them: its operations and moves on torch's own tensors."""
+
+import importlib.metadata
+import logging
+import math
+import warnings
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+
+from labs.lab15_types.typed import CONSTANT, drawn, finished, inside
+
+PACKAGE = "spmd_types"
+
+
+def installed():
+    """The version of spmd_types, or None."""
+    try:
+        return importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@contextmanager
+def fake_mesh(axes):
+    """A mesh {axis: size} of the fake process group: this is rank 0, its peers are silent."""
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.", FutureWarning)  # of the package's
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # of refusals
+    dist.init_process_group("fake", rank=0, world_size=math.prod(axes.values()))
+    try:
+        yield init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    finally:
+        dist.destroy_process_group()
+
+
+def of_package(spmd, type):
+    """A type of the lab's, as the package writes it."""
+    dim = finished.sharded_dim(type)
+    return getattr(spmd, type) if dim is None else spmd.S(dim)
+
+
+def functions(spmd, mesh):
+    """{name: operation} for inside(), made of torch's and the package's."""
+
+    def move(x, src, dst, axis="tp"):
+        if src == dst:
+            return x
+        kind, group = src[0] + dst[0], mesh.get_group(axis)
+        here, there = of_package(spmd, src), of_package(spmd, dst)
+        if kind in ("PR", "PI"):
+            return spmd.all_reduce(x, group, src=here, dst=there)
+        if kind in ("SR", "SI"):
+            return spmd.all_gather(x, group, src=here, dst=there)
+        if kind == "PS":
+            return spmd.reduce_scatter(x, group, src=here, dst=there)
+        if kind == "SS":
+            return spmd.all_to_all(x, group, src=here, dst=there)
+        if kind in ("VP", "RV"):
+            return spmd.reinterpret(x, group, src=here, dst=there, expert_mode=True)
+        return spmd.convert(x, group, src=here, dst=there, expert_mode=True)
+
+    def norm(x, weight):
+        return F.rms_norm(x, x.shape[-1:]) * weight
+
+    def rotary(positions, x):  # no P in positions, linear in x: as a product
+        return x * positions.cos()[:, None, None]
+
+    def attention(q, k, v):  # (b, s, n, d): every query with every key, no matrix product
+        scores = (q[:, :, None] * k[:, None]).sum(-1)  # (b, s, t, n)
+        return (scores.softmax(2)[..., None] * v[:, None]).sum(2)
+
+    def reshape(x, shape):
+        left = -x.numel() // math.prod(shape)
+        shape = [left if n < 0 else n for n in shape]
+        if len(shape) <= x.ndim:
+            return x.reshape(shape)
+        with spmd.no_typecheck():  # it does not split a dimension that is sharded: declared instead
+            y = x.reshape(shape)
+        spec = spmd.get_partition_spec(x)
+        spec = None if spec is None else spmd.PartitionSpec(*spec, None)
+        return spmd.assert_type(y, spmd.SpmdType(spmd.get_local_type(x), spec))
+
+    own = {"move": move, "norm": norm, "rotary": rotary, "attention": attention, "add": torch.add}
+    own |= {"subtract": torch.sub, "multiply": torch.mul, "silu": F.silu, "exp": torch.exp}
+    own |= {"log": torch.log, "total": lambda x: x.sum(-1), "mean": lambda x: x.sum()}
+    own |= {"linear": lambda x, weight: x @ weight.mT, "softmax": lambda x: x.softmax(-1)}
+    own |= {"reshape": reshape, "embedding": F.embedding}
+    return own | {"repeat_heads": lambda x, n: x.repeat_interleave(n, 2)}
+
+
+def refused(mesh, lab, program, types, returns, edits=None):
+    """What spmd_types says against a program, or None; types and returns are {axis: type}."""
+    import spmd_types as spmd
+    import spmd_types.checker
+
+    parts = {}
+    for name, full in drawn(types, 0).items():
+        for axis, type in types[name].items():
+            dim = finished.sharded_dim(type)
+            full = full if dim is None else full.chunk(mesh[axis].size(), dim)[0]
+        parts[name] = full.clone().requires_grad_(name not in CONSTANT)
+    with spmd.set_current_mesh(mesh), spmd_types.checker.typecheck(local=False):
+        try:
+            for name, x in parts.items():
+                spmd.assert_type(x, written(spmd, mesh, types[name], x.ndim))
+            with inside(lab, functions(spmd, mesh), edits):
+                out = program(**parts)
+            spmd.assert_type(out, written(spmd, mesh, returns, out.ndim))
+        except (spmd.SpmdTypeError, ValueError, RuntimeError, IndexError) as problem:
+            return str(problem).partition("\n")[0]
+    return None
+
+
+def written(spmd, mesh, types, ndim):
+    """{axis: type} for assert_type(); where two axes cut one dimension it asks for their order."""
+    own = {mesh.get_group(axis): of_package(spmd, type) for axis, type in types.items()}
+    dims = [type.dim for type in own.values() if isinstance(type, spmd.Shard)]
+    if len(dims) == len(set(dims)):
+        return own
+    spec = [tuple(g for g, type in own.items() if type == spmd.S(d)) or None for d in range(ndim)]
+    letters = {g: spmd.V if isinstance(type, spmd.Shard) else type for g, type in own.items()}
+    return spmd.SpmdType(letters, spmd.PartitionSpec(*spec))

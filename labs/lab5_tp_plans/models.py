@@ -1,0 +1,100 @@
+"""Tiny random models of several families, and a step of each against one device, for lab 5."""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import loss_parallel
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from labs.kit.harness import Traffic, relative_error
+
+FAMILIES = {  # what each needs beside SHAPE; mistral has no plan of its own here
+    "llama": {"model_type": "llama"},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3"},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 5,
+        "query_pre_attn_scalar": 8,
+    },
+    "phi3": {"model_type": "phi3"},
+    "mistral": {"model_type": "mistral"},
+}
+SHAPE = {"vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SHAPE |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "pad_token_id": None}
+
+
+def tiny_model(family, seed=0, **changes):
+    """A random model of a family, the same on every rank; no norm's weight is all ones."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(**{**SHAPE, **FAMILIES[family], **changes})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape)
+    return model
+
+
+def random_ids(seed, length, vocab=SHAPE["vocab_size"]):
+    """Tokens (2, length), the same on every rank."""
+    return torch.randint(vocab, (2, length), generator=torch.Generator().manual_seed(seed + 1))
+
+
+class Collectives(Traffic):
+    """Traffic that sees what DTensor sends inside an operation: DTensor takes that apart first."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def step(model, ids):
+    """(logits, loss, Collectives of the forward, of the backward) of a step on ids (b, s)."""
+    forward, backward = Collectives(), Collectives()
+    with loss_parallel():  # for sharded logits; others do not notice
+        with forward:
+            out = model(input_ids=ids, labels=ids, use_cache=False)
+        with backward:
+            out.loss.backward()
+    return out.logits.detach(), out.loss.detach(), forward, backward
+
+
+def full(x):
+    """A tensor, or a DTensor, as one device has it."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def against_one_device(lab, model, plan, group, ids):
+    """Step a model, shard it by the plan, step again: (errors, forward, backward, gradient norms).
+
+    errors {name: relative error}: "logits", "loss", and each parameter's gradient; norms: that of
+    one device, and ours, None where some parameters are no DTensors.
+    """
+    logits, loss, _, _ = step(model, ids)
+    right = {"logits": logits, "loss": loss}
+    right |= {name: p.grad for name, p in model.named_parameters()}
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+    model.zero_grad()  # a parameter that stays as it is would add to the gradient it has
+    lab.parallelize(model, DeviceMesh.from_group(group, "cpu"), plan)
+    logits, loss, forward, backward = step(model, ids)
+    parameters = dict(model.named_parameters())
+    mine = {"logits": full(logits), "loss": full(loss)}
+    mine |= {name: lab.whole(model, name, p.grad) for name, p in parameters.items()}
+    errors = {name: relative_error(mine[name], right[name]) for name in right}
+    norms = norm, None
+    if all(isinstance(p, DTensor) for p in parameters.values()):
+        total = nn.utils.get_total_norm([p.grad for p in parameters.values()])
+        norms = norm, total.full_tensor().item()
+    return errors, forward, backward, norms
+
+
+def uneven_length(mesh):
+    """Tokens that P does not divide, where torch can gather them: a multiple of P otherwise.
+
+    In torch 2.11 such a gather leaves a tensor that is not contiguous, which F.linear refuses.
+    """
+    tokens = torch.ones(2, mesh.size() + 1, 1)
+    gathered = distribute_tensor(tokens, mesh, [Shard(1)]).redistribute(placements=[Replicate()])
+    return 4 * mesh.size() - int(gathered.to_local().is_contiguous())

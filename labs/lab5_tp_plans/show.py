@@ -1,0 +1,277 @@
+"""What the finished lab 5 shows: every family by its plan, and what sequence parallelism saves."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+from labs.kit.cli import UsageError
+from labs.kit.harness import Wrong, on_ranks, table
+from labs.kit.pictures import BLUE, GREEN, GREY, ORANGE, RED, SKY, picture
+from labs.kit.tools import Kept
+from labs.lab5_tp_plans.models import FAMILIES, against_one_device, random_ids, step, tiny_model
+from labs.lab5_tp_plans.referee import NEMO, REFEREED, as_plan, choose_plan, nemo_plan, referee
+from labs.lab5_tp_plans.steps import short
+from labs.lab5_tp_plans.styles import TOLERANCE, finished
+
+
+def plain_norms_plan(lab, model):
+    """Llama's plan with torch's SequenceParallel: gathered only where a projection needs it."""
+    plan = lab.llama_plan(model, True)
+    plan |= {name: SequenceParallel() for name in plan if name.endswith("norm")}
+    return plan | {"lm_head": lab.sharded_logits(Shard(1))}
+
+
+def prove(group, lab, family, sequence_parallel, custom, hf, seed):
+    """A row of the families' table: a plan chosen, applied, compared with one device."""
+    model = tiny_model(family, seed)
+    if custom == NEMO:
+        plan, reason = nemo_plan(lab, model, sequence_parallel), NEMO
+    else:
+        plan, reason = choose_plan(lab, model, sequence_parallel, custom, hf)
+    row = {"family": family, "sequence_parallel": sequence_parallel, "plan": reason}
+    row["entries"] = {name: describe(lab, style) for name, style in plan.items()}
+    ids = random_ids(seed, 16)
+    errors, forward, backward, norms = against_one_device(lab, model, plan, group, ids)
+    row["gradient_norm"] = norms
+    row["wrong"] = sorted(name for name, error in errors.items() if not error <= TOLERANCE)
+    row["logits"], row["loss"] = errors.pop("logits"), errors.pop("loss")
+    row["worst"], row["gradient"] = max(errors.items(), key=lambda item: item[1])
+    return row | {"forward": forward.ops, "backward": backward.ops}
+
+
+def prove_all(group, lab, cases, seed):
+    """prove() for each (family, sequence_parallel, custom, hf)."""
+    return [prove(group, lab, *case, seed) for case in cases]
+
+
+def describe(lab, style):
+    """A style in a few words: layout of what goes in -> of what comes out."""
+    name = type(style).__name__
+    if isinstance(style, ColwiseParallel | RowwiseParallel):
+        there, back = style.input_layouts[0], style.output_layouts[0]
+        return f"{name}: {there} -> {back}, {'plain' if style.use_local_output else 'DTensor'}"
+    if isinstance(style, lab.NormThenGather):
+        return f"{name}: {style.layout} -> {Replicate()}, DTensor"
+    return f"{name}{style.sizes}" if isinstance(style, lab.FusedColwiseParallel) else name
+
+
+def asked_for(args):
+    """(cases for prove(), whether they are of one family) that the command line asks for."""
+    if args.model not in (None, *FAMILIES):
+        choose = f"add --referee, or use one of {', '.join(FAMILIES)}"
+        raise UsageError(f"--model {args.model}: {choose}")
+    if args.model or args.sp or args.plan or args.hf_plan:
+        family = args.model or "llama"
+        cases = [(family, args.sp, args.plan, args.hf_plan)]
+        return cases + [(family, args.sp, NEMO, False)] * (family in ("qwen3", "gemma3")), True
+    cases = [(family, sp, None, False) for family in FAMILIES for sp in (False, True)]
+    cases += [(family, False, None, True) for family in ("qwen3", "phi3")]
+    cases += [(family, sp, NEMO, False) for family in ("qwen3", "gemma3") for sp in (False, True)]
+    return cases, False
+
+
+def families(lab, args):
+    """Which plan each family gets and what comes out; returns (rows, what is off)."""
+    cases, single = asked_for(args)
+    try:
+        rows = on_ranks(2, prove_all, lab, cases, args.seed, timeout=120)[0]
+    except Wrong as wrong:
+        _, refused, message = wrong.found.partition("ValueError: ")
+        if args.plan and refused:  # the user's plan, not the lab's
+            raise UsageError(message) from None
+        raise
+    if single:
+        print(f"\nThe plan of {cases[0][0]}{' with sequence parallelism' if args.sp else ''}")
+        print(f"  chosen: {rows[0]['plan']}")
+        table(["module", "style"], *rows[0]["entries"].items())
+    else:
+        print("\nEvery family on 2 ranks, against one device: relative errors")
+    lines = [["model", "", "which plan, and why", "logits", "gradients", "worst", "messages"]]
+    for row in rows:
+        lines.append([row["family"], tp_or_sp(row), row["plan"]])
+        lines[-1] += [f"{row['logits']:.0e}", f"{row['gradient']:.0e}"]
+        lines[-1].append(row["worst"].removeprefix("model."))
+        lines[-1].append(f"{short(row['forward'])} | {short(row['backward'])}")
+    table(*lines)
+    print("\n  messages: forward | backward. AR all-reduce, AG all-gather, RS reduce-scatter; 3 AR")
+    print("  are the sharded loss's, of a number a token")
+    return rows, [found for found in map(what_is_off, rows) if found]
+
+
+def tp_or_sp(row):
+    return "SP" if row["sequence_parallel"] else "TP"
+
+
+def what_is_off(row):
+    """What of a row is not as the lab says: NeMo's q_norm and k_norm are wrong, all else right."""
+    name = f"{row['family']} {tp_or_sp(row)}, {kind_of(row)}"
+    if row["plan"] != NEMO:
+        return f"{name}: {', '.join(row['wrong'][:3])}" if row["wrong"] else ""
+    if not row["wrong"]:
+        return f"{name}: no gradient is wrong"
+    norms = "q_norm.weight", "k_norm.weight"
+    others = [text for text in row["wrong"] if not text.endswith(norms)]
+    return f"{name}: {', '.join(others[:3])}" if others else ""
+
+
+MEASURED = {"hidden_size": 128, "intermediate_size": 448, "head_dim": 8, "num_attention_heads": 16}
+MEASURED |= {"num_key_value_heads": 8, "vocab_size": 64}  # the proportions of Llama 3 8B
+TP, GATHERED, PLAIN = WAYS = "TP", "SP, gathered after the norm", "SP, plain"
+
+
+def saved_and_sent(group, lab):
+    """{way: {"saved", "forward", "backward"}} of a Llama; saved: without lm_head and loss."""
+    mesh, ids, found = init_device_mesh("cpu", (dist.get_world_size(),)), random_ids(0, 128, 64), {}
+    for way in WAYS:
+        model = tiny_model("llama", **MEASURED)
+        plan = lab.llama_plan(model, way == GATHERED)
+        lab.parallelize(model, mesh, plain_norms_plan(lab, model) if way == PLAIN else plan)
+        with Kept(*model.parameters()) as saved:
+            out = model.model(input_ids=ids, use_cache=False)  # whose graph keeps them
+        found[way] = {"saved": saved.bytes}
+        del out
+        _, _, forward, backward = step(model, ids)
+        found[way] |= {"forward": forward.ops, "backward": backward.ops}
+    return found
+
+
+def memory(lab):
+    """What SP saves, in two styles, beside what is claimed of it; returns (rows, what is off)."""
+    many = {world: on_ranks(world, saved_and_sent, lab, timeout=120)[0] for world in (2, 4)}
+    rows, off = [], []
+    lines = [["ranks", "way", "bytes", "less than TP by", "claimed", "forward", "backward"]]
+    for world, ways in many.items():
+        for way, found in ways.items():
+            saving = 1 - found["saved"] / ways[TP]["saved"]
+            claim = 0.5 * (1 - 1 / world) if way != TP else 0.0
+            rows.append({"ranks": world, "way": way, "saving": saving, "claim": claim, **found})
+            messages = short(found["forward"]), short(found["backward"])
+            lines.append([world, way, found["saved"], f"{saving:.1%}", f"{claim:.2%}", *messages])
+        tp, gathered, plain = (ways[way]["saved"] for way in WAYS)
+        if not plain < gathered < tp:
+            found = f"plain SP keeps {plain} bytes, gathered after the norm {gathered}, TP {tp}"
+            off.append(f"{world} ranks: {found}")
+        if calls(ways[GATHERED]) >= calls(ways[PLAIN]):
+            sent = f"{calls(ways[GATHERED])} messages, plain SP {calls(ways[PLAIN])}"
+            off.append(f"{world} ranks: gathering after the norm takes {sent}")
+    print("\nWhat autograd keeps on a rank of a Llama's layers, and the messages of a step")
+    table(*lines)
+    print("\n  claimed: 0.5 (1 - 1/P), half of it all divided by P: a model that knows no style")
+    return rows, off
+
+
+def calls(found):
+    """How many messages a step takes."""
+    return sum(count for phase in ("forward", "backward") for count, _ in found[phase].values())
+
+
+def experiment(lab, args):
+    """The families, and what sequence parallelism saves and sends."""
+    (rows, wrong), (saved, more) = families(lab, args), memory(lab)
+    return {"failed": wrong + more, "families": rows, "memory": saved}
+
+
+def kind_of(row):
+    """Whose plan a row is about."""
+    if row["plan"] == NEMO:
+        return "NeMo AutoModel's plan"
+    return "Hugging Face's" if row["plan"].startswith("Hugging Face") else "this lab's"
+
+
+KINDS = {"NeMo AutoModel's plan": RED, "Hugging Face's": GREEN, "this lab's": BLUE}
+
+
+def draw(results, path):
+    """Left: whose gradients are right. Right: what SP saves, beside the claim."""
+    with picture(path, [["errors", "savings"]], (12, 4.8), width_ratios=(1.25, 1)) as axes:
+        draw_errors(axes["errors"], results["families"])
+        draw_savings(axes["savings"], results["memory"])
+
+
+def draw_errors(axis, rows):
+    labels = [f"{row['family']} {tp_or_sp(row)}" for row in rows]
+    names = list(dict.fromkeys(labels))
+    look = {"linestyle": "none", "marker": "o", "markersize": 8, "alpha": 0.85}
+    for shift, (kind, color) in zip((0, 0.35, 0), KINDS.items()):  # no point hides another
+        picked = [(label, row) for label, row in zip(labels, rows) if kind_of(row) == kind]
+        errors = [row["gradient"] for _, row in picked]
+        if picked:
+            places = [names.index(label) + shift for label, _ in picked]
+            axis.plot(errors, places, color=color, label=kind, **look)
+    axis.axvline(TOLERANCE, color=GREY, lw=1, ls="--")
+    axis.text(TOLERANCE, len(names) - 0.4, " tolerance", color=GREY, va="center")
+    axis.set(xscale="log", yticks=range(len(names)), yticklabels=names, ylim=(len(names), -0.6))
+    axis.set(xlabel="largest relative error of a parameter's gradient")
+    axis.set_title("Plans: every gradient against one device", loc="left")
+    axis.legend(frameon=False, loc="lower right")
+
+
+def draw_savings(axis, rows):
+    worlds = sorted({row["ranks"] for row in rows})
+    for shift, (way, color) in zip((-0.3, 0), {GATHERED: SKY, PLAIN: ORANGE}.items()):
+        savings = [100 * row["saving"] for row in rows if row["way"] == way]
+        places = [x + shift for x in range(len(worlds))]
+        bars = axis.bar(places, savings, 0.28, color=color, label=way)
+        axis.bar_label(bars, fmt="%.0f%%", label_type="center")
+    for x, world in enumerate(worlds):
+        axis.hlines(50 * (1 - 1 / world), x - 0.5, x + 0.2, color="black", lw=2)
+    axis.plot([], [], "k-", lw=2, label="claimed: 0.5 (1 - 1/P)")
+    places = [x - 0.15 for x in range(len(worlds))]
+    axis.set_xticks(places, [f"{world} ranks" for world in worlds])
+    axis.set(ylabel="less than TP, %", ylim=(0, 1.3 * axis.get_ylim()[1]))
+    axis.set_title("Saved activations: it depends on the norm's style", loc="left")
+    axis.legend(frameon=False, loc="upper left")
+
+
+def edges_of(row):
+    """All-gathers and reduce-scatters of a step."""
+    ops = [
+        (op, count) for phase in ("forward", "backward") for op, (count, _) in row[phase].items()
+    ]
+    return sum(count for op, count in ops if op in ("all_gather", "reduce_scatter"))
+
+
+PREDICT = (
+    "how many all-gathers and reduce-scatters does a step of a Llama of 2 layers take under SP, "
+    "forward and backward, if all is gathered after the norms?",
+    "4 (2 L + 1): two blocks a layer, and from embed_tokens to lm_head; at each edge a "
+    "reduce-scatter and an all-gather, and in the backward the other of each",
+    lambda results: edges_of(next(r for r in results["memory"] if r["way"] == GATHERED)),
+)
+
+
+def plan_path(text):
+    """The import path of a plan, for argparse."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        plan = finished.load_plan(text)
+        if not callable(plan):
+            as_plan(plan, text)
+    except ValueError as problem:
+        raise argparse.ArgumentTypeError(problem) from None
+    return text
+
+
+def model_path(text):
+    """A family, or for --referee a folder with a config.json, for argparse."""
+    if text not in REFEREED and not Path(text, "config.json").is_file():
+        choose = f"choose from {', '.join(REFEREED)}, or a folder with a config.json"
+        raise argparse.ArgumentTypeError(f"invalid choice: {text!r} ({choose})")
+    return text
+
+
+def add_options(parser):
+    """The lab's own options: without any of them, every family is run."""
+    parser.add_argument("--model", type=model_path, help="one family, its plan printed")
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument("--sp", action="store_true", help="with sequence parallelism")
+    one.add_argument("--hf-plan", action="store_true", help="Hugging Face's plan, which has none")
+    parser.add_argument("--plan", type=plan_path, metavar="PATH", help="import path of a plan")
+    words = "a verdict on everyone's plans, or on --plan; --model may be a folder"
+    parser.add_argument("--referee", action="store_const", const=referee, help=words)
