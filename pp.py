@@ -48,8 +48,7 @@ each weight matrix, 14 to 19 h, with either: so with full, zb needs much more me
 
 A message is (b/M, s, h): so each boundary between two stages sends one (b, s, h) each way, where
 tp.py all-reduces four in every layer. Weights, gradients and optimizer state shrink by P, but for
-embedding and head; if they are tied, the first and the last rank both have them, and their
-gradients are summed once a step.
+embedding and head; if tied, both are on the first and the last rank, which sum their gradients.
 
     torchrun --nproc_per_node=2 pp.py --mode correctness --schedule 1f1b --microbatches 4
     torchrun --nproc_per_node=2 pp.py --mode all --schedule zb
@@ -57,6 +56,8 @@ gradients are summed once a step.
     python pp.py --mode schedule --schedule 1f1b --ranks 4 --microbatches 6  # drawn by one process
     torchrun --nproc_per_node=2 labs/torch_pipeline.py --mode benchmark  # PyTorch runs the stages
     torchrun --nproc_per_node=2 labs/break_it.py pp.py mean_of_means --microbatches 3
+    python labs/lab18_schedules/lesson.py  # the lab that builds this, and a schedule in a V
+    notebooks/explorer.html#walk&pp      # a step of this file line by line, on every rank
 """
 
 # ---- 1. Imports, constants, models ---------------------------------------------------------------

@@ -40,6 +40,7 @@ of that input, and gathers them again in the backward; labs/lab2_megatron_layers
     torchrun --nproc_per_node=2 sp_megatron.py --length 20480 --batch 1 --mode benchmark
     torchrun --nproc_per_node=2 labs/break_it.py sp_megatron.py unsummed_norm_gradient   # must FAIL
     diff -I '# Copied' tp.py sp_megatron.py     # what sequence parallelism changes
+    notebooks/explorer.html#walk&sp_megatron    # a step of this file line by line, on every rank
 """
 
 # ---- 1. Imports, constants, models ---------------------------------------------------------------

@@ -41,6 +41,7 @@ multiple of their number, each KV head goes to several ranks, which divide its q
     torchrun --nproc_per_node=2 sp_ulysses.py --length 20480 --batch 1 --mode benchmark
     torchrun --nproc_per_node=2 sp_ulysses.py --mode all --shard-weights
     torchrun --nproc_per_node=2 labs/break_it.py sp_ulysses.py local_position_ids
+    notebooks/explorer.html#walk&sp_ulysses     # a step of this file line by line, on every rank
     diff sp_megatron.py sp_ulysses.py     # two ways to give attention all tokens
 """
 

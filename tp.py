@@ -32,6 +32,7 @@ blocks do not shrink: sp_megatron.py divides those, too.
     torchrun --nproc_per_node=2 tp.py --length 20480 --batch 1 --mode benchmark --dtype bfloat16
     torchrun --nproc_per_node=2 tp.py --dtensor                 # the same by PyTorch's DTensor
     torchrun --nproc_per_node=2 labs/break_it.py tp.py local_softmax    # see a bug caught
+    notebooks/explorer.html#walk&tp      # a step of this file line by line, on every rank
 """
 
 # ---- 1. Imports, constants, models ---------------------------------------------------------------

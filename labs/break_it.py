@@ -3,11 +3,15 @@
     python labs/break_it.py --list        # the bugs of each script, which nets of lab 15 see them
     torchrun --nproc_per_node=2 labs/break_it.py sp_megatron.py unsummed_norm_gradient
     torchrun --nproc_per_node=2 labs/break_it.py pp.py mean_of_means --schedule zb --dtype float64
+    torchrun --nproc_per_node=2 labs/break_it.py sp_megatron.py unsummed_norm_gradient --where
+    python labs/break_it.py --where my_tp.py        # of a copy of tp.py in which you made a mistake
 
 A bug is a function of the script's module: it puts something wrong in the place of something right.
 Then the script runs with its own options, and exits with 1 where it notices. Correctness mode, the
 default, must notice every bug and name first what is wrong, above torchrun's report; benchmark mode
 looks at times and bytes alone. A bug that these options make none is refused (exit 2).
+
+--where adds, after FAIL, the first line at which the ranks part from one device (walk/where.py).
 """
 
 import importlib.util
@@ -26,6 +30,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 BUGS = {"tp": {}, "sp_megatron": {}, "sp_ulysses": {}, "pp": {}}  # {script: {name: bug}}
 NETS = Path(__file__).parent / "lab15_types/nets.json"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for labs.walk, which --where runs
 QWEN3 = "unsummed_qk_norm_gradient", "local_layer_types"  # of what no LLaMA has
 
 
@@ -395,6 +400,7 @@ def main():
         return 2
     is_rank0 = "LOCAL_RANK" not in os.environ or os.environ["RANK"] == "0"
     script, bug = (sys.argv[1:3] + ["", ""])[:2]
+    asks_where = "--where" in sys.argv
     path, scripts = Path(script), ", ".join(f"{name}.py" for name in BUGS)
     bugs = BUGS.get(path.stem, {})
     if script == "--list" or (bugs and bug == "--list"):
@@ -406,10 +412,18 @@ def main():
             if is_rank0:
                 print(f"{name}.py", *lines, sep="\n")
         return 0
+    if script == "--where":
+        from labs.walk import where
+
+        return where.main(sys.argv[2:])
     if path.is_file() and bug in bugs:
-        sys.argv = [script, *sys.argv[3:]]
+        sys.argv = [script, *(option for option in sys.argv[3:] if option != "--where")]
         module = load(path)
         plant(bug, module)
+        if asks_where:
+            from labs.walk import where
+
+            where.after_failure(path, bug, module)
         return module.main()
     problem = f"no script {script or 'given'}: give a path to {scripts}; --list names the bugs"
     if path.is_file() and bugs:

@@ -27,6 +27,7 @@ from explorer.bugs import LABELS, bugs  # noqa: E402
 from explorer.memory import ALL, memory  # noqa: E402
 from explorer.questions import questions  # noqa: E402
 from explorer.timetable import timetable  # noqa: E402
+from explorer.walk import squeezed, walk  # noqa: E402
 
 import pp  # noqa: E402
 import sp_layout_sim  # noqa: E402
@@ -36,8 +37,8 @@ from labs.lab1_collectives.check import gather_and_add  # noqa: E402
 
 PAGE, PARTS = HERE / "explorer.html", HERE / "explorer"
 DATA = re.compile(r'(?<=<script type="application/json" id="data">).*?(?=</script>)', re.DOTALL)
-SCRIPTS = ["shell.js", "controls.js", "ask.js", "layouts_words.js", "layouts.js", "memory.js"]
-SCRIPTS += ["pipelines.js", "collectives.js", "time.js", "bugs.js"]
+SCRIPTS = ["shell.js", "controls.js", "ask.js", "walk_data.js", "walk.js", "layouts_words.js"]
+SCRIPTS += ["layouts.js", "memory.js", "pipelines.js", "collectives.js", "time.js", "bugs.js"]
 
 
 # Layouts: four_layouts.py's own run, watched
@@ -304,7 +305,7 @@ def collectives():
 
 
 VIEWS = {f.__name__: f for f in (layouts, memory, pipelines, collectives)}
-VIEWS |= {"time": timetable, "bugs": bugs}
+VIEWS |= {"time": timetable, "bugs": bugs, "walk": lambda: squeezed(walk()[0])}
 
 
 def embedded(page):

@@ -4,6 +4,7 @@
     python results/make.py lengths         # the longest sequences, predicted: needs no GPU
     python results/make.py published       # what others measured, predicted
     python results/make.py plans           # other people's tensor parallel plans, refereed
+    python results/make.py where           # break_it.py's bugs: planted where, found where
     python results/make.py cpu             # the scripts on two ranks of this machine
     python results/make.py gpu             # one GPU: proofs, throughput, one rank of several
     python results/make.py limits          # one GPU: the longest sequences, emulated and predicted
@@ -94,6 +95,12 @@ def plans(trial):
         "verdicts",
         f"python labs/lab5_tp_plans/lesson.py --referee{' --model qwen3' if trial else ''}",
     )
+
+
+def where(trial):
+    """Where break_it.py --where finds each of its bugs."""
+    for script in ("tp",) if trial else ("tp", "sp_megatron", "sp_ulysses", "pp"):
+        yield script, f"python labs/break_it.py --where {script}.py"
 
 
 def cpu(trial):
@@ -281,11 +288,12 @@ def lengths_table(part):
         return [short(found.get((name, world))) for world in worlds]
 
     names = list(dict.fromkeys(name for name, _ in longest(part, "40 GiB")))
-    rows = [["llama-3.2-1b, 40 GiB; GPUs:", 1, 2, 4, 8, "layers' inputs offloaded: 1, 2"]]
+    offload = "layers' inputs offloaded: 1, 2 GPUs"
+    rows = [["llama-3.2-1b, 40 GiB", "1 GPU", "2 GPUs", "4 GPUs", "8 GPUs", offload]]
     for name in names:
         offloaded = ", ".join(cells("40 GiB, offload", name, (1, 2)))
         rows.append([name, *cells("40 GiB", name, (1, 2, 4, 8)), offloaded])
-    remedies = [["llama-3.1-8b, 80 GiB; GPUs: 1, 8", *names]]
+    remedies = [["llama-3.1-8b, 80 GiB, on 1 and 8 GPUs", *names]]
     for remedy in REMEDIES:
         both = [", ".join(cells(f"80 GiB, {remedy}", name, (1, 8))) for name in names]
         remedies.append([remedy, *both])
@@ -323,8 +331,42 @@ def published_table(part):
 
 
 def plans_table(part):
-    """Whose plans give one device's gradients; the lab's own table."""
-    rows = of(part, "verdicts").get("table", [["the referee", "failed"]])
+    """Whose plans give one device's gradients: a model a row, a plan a column."""
+    found = of(part, "verdicts")
+    verdicts = {}
+    for row in found.get("referee", []):
+        plan = f"{row['plan']}, {'SP' if row['sequence_parallel'] else 'TP'}"
+        verdicts.setdefault(row["model"], {})[plan] = verdict(row, found["limit"])
+    plans = list(dict.fromkeys(plan for own in verdicts.values() for plan in own))
+    rows = [[model, *(own.get(plan, "") for plan in plans)] for model, own in verdicts.items()]
+    return f"*Measured ({made(part)})*\n\n{table(['model', *plans], *rows)}"
+
+
+def verdict(row, limit):
+    """A plan's verdict in a few words: what it sends, or which gradients it gets wrong."""
+    if row["verdict"] == "right":
+        sent = [size for phase in ("forward", "backward") for _, size in row[phase].values()]
+        return f"right, {sum(sent) / 1e3:.0f} kB"
+    names = dict.fromkeys(name.split(".")[-2] for name in row.get("wrong", {}))
+    added = names and row["gradient"] <= limit  # one batch alone is right
+    return (
+        row["verdict"]
+        + (" once 2 are added" if added else "")
+        + ": " * bool(names)
+        + ", ".join(names)
+    )
+
+
+def where_table(part):
+    """Each bug: the function that it replaces, and what --where says of it."""
+    rows = [["script", "bug", "planted in", "found at", "should be", "is"]]
+    for script in part["steps"]:
+        for bug, told in of(part, script).get("where", {}).items():
+            planted = ", ".join(f"`{name}` ({line})" for name, line in told["planted"])
+            found = "not found"
+            if "line" in told:
+                found = f"`{told['function']}` ({told['line']}): {told['variable']}"
+            rows.append([script, bug, planted, found, told.get("expected"), told.get("is")])
     return f"*Measured ({made(part)})*\n\n{table(*rows)}"
 
 
@@ -430,6 +472,7 @@ def proved_table(part):
 
 TABLES = {"lengths": lengths_table, "cpu": cpu_table, "gpu": gpu_table, "limits": limits_table}
 TABLES |= {"published": published_table, "plans": plans_table, "proved": proved_table}
+TABLES["where"] = where_table
 
 
 def found(name):
@@ -453,8 +496,8 @@ def with_tables(text):
 # 3. Command line
 # --------------------------------------------------------------------------------------------------
 
-PARTS = {"lengths": lengths, "published": published, "plans": plans, "cpu": cpu}
-PARTS |= {"gpu": gpu, "limits": limits}
+PARTS = {"lengths": lengths, "published": published, "plans": plans, "where": where}
+PARTS |= {"cpu": cpu, "gpu": gpu, "limits": limits}
 OF_A_GPU = ("gpu", "limits")
 
 

@@ -8,12 +8,12 @@ const ROW_NAMES = DATA.bugs.labels;
 const [FLOOR, LIMIT, CEILING] = [-17, -10, 1.5]; // powers of 10
 const bugWords = (bug) => bug.replaceAll("_", " ");
 
-// 0.53 as 53%, 3e-5 as 3 × 10⁻⁵
+// 0.53 as 53%, 9.2e-3 as 0.92%
 function share(error) {
   if (error < 1e-10) return "0, up to rounding";
   if (error >= 1e6) return "more than a million times";
   if (error >= 10) return `${Number(error.toPrecision(2))} times too much`;
-  return error >= 0.001 ? `${Number((100 * error).toPrecision(2))}%` : error.toExponential(0).replace("e-", " × 10⁻").replace(/\d+$/, (n) => [...n].map((d) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[d]).join(""));
+  return `${Number((100 * error).toPrecision(2))}%`;
 }
 
 const lossWords = ({ rows }) => {
@@ -47,8 +47,9 @@ function bugBars({ rows }) {
 view({
   id: "bugs",
   title: "Break it",
+  aside: true, // Step through's "Find the bug" leads here
   lead: "What people really get wrong: each bug planted in a script, and what the proof on 2 ranks then found.",
-  course: ["the labs", "notebook 7"],
+  course: ["lab 3", "notebook 7"],
   bare: "script",
   state: { script: "sp_megatron", bug: "" },
   values: { script: Object.keys(SCRIPT_NAMES), bug: ["", ...new Set(Object.values(DATA.bugs.scripts).flatMap(Object.keys))] },

@@ -4,6 +4,9 @@ Which option is right is computed here, and an assert holds what the sentences c
 the scripts change, either the answer does too, or this stops.
 """
 
+import base64
+import gzip
+import json
 import tomllib
 from pathlib import Path
 
@@ -118,8 +121,71 @@ def parts_of(time, model, strategy, P, length, count):
     return {part: x * (1 if part in time["once"] else count) for part, x in both}
 
 
+def unsqueezed(walk):
+    """{script: its recordings}, of explorer/walk.py."""
+    return {s: json.loads(gzip.decompress(base64.b64decode(text))) for s, text in walk.items()}
+
+
+def badge(walk, script, function, variable, module="", phase="f", run="none"):
+    """What a variable of a call is across ranks, at the end of the call."""
+    data, found = walk[script], None
+    told = data["runs"][run]
+    for _, call, _, *rest in told["tracks"][0]:
+        name, _, _, where, when, _ = told["calls"][0][call]
+        if (name, when) == (function, phase) and module in where:
+            changes = {data["names"][x]: mark for x, _, mark, *_ in (rest[1:2] or [[]])[0]}
+            found = changes.get(variable, found)
+    return found
+
+
+def gradient(walk, script, parameter):
+    """What a parameter's gradient is across ranks when autograd has it."""
+    data = walk[script]
+    for kind, _, _, *rest in data["runs"]["none"]["tracks"][0]:
+        if data["kinds"][kind] == "gradient" and rest[-1] == parameter:
+            return rest[1][0][2]
+    raise ValueError(parameter)
+
+
+def recomputation_ends(walk, script):
+    """The module of a layer in which its recomputation ends."""
+    told = walk[script]["runs"]["full"]
+    ends = [step[1] for step in told["tracks"][0] if "recomputation ends" in str(step[-1])]
+    modules = [told["calls"][0][call][3] for call in ends]
+    return max(modules, key=len)  # the innermost
+
+
+def sending_line(walk, script, function, module):
+    """The line of a call that sends, and its text."""
+    told = walk[script]["runs"]["none"]
+    for _, call, line, *rest in told["tracks"][0]:
+        name, _, _, where, *_ = told["calls"][0][call]
+        if name == function and module in where and len(rest) > 2 and rest[2]:
+            return line, walk[script]["lines"][str(line)].strip()
+    raise ValueError(function)
+
+
 # Facts: {question: {right: the option, and whatever its sentences say}}
 # --------------------------------------------------------------------------------------------------
+
+
+def of_walk(walk):
+    exit = "ReduceScatterToSPRegion.forward", "x", "o_proj"
+    yield "w1", {"right": badge(walk, "sp_megatron", *exit)}
+    line, text = sending_line(walk, "sp_megatron", "reduce_scatter", "o_proj")
+    yield "w2", {"right": text.partition("(")[0], "line": line}
+    yield "w3", {"right": badge(walk, "sp_megatron", "reduce_scatter", "returns", "o_proj")}
+    yield "w4", {"right": badge(walk, "tp", "all_reduce", "returns", "o_proj")}
+    entry = "GatherFromSPRegion.backward", "grad", "input_layernorm", "b"
+    assert badge(walk, "sp_megatron", "all_gather", "returns", "input_layernorm") == "="
+    yield "w5", {"right": badge(walk, "sp_megatron", *entry)}
+    norm = "model.layers.0.input_layernorm.weight"
+    both = [gradient(walk, script, norm) for script in ("tp", "sp_megatron")]
+    assert both == ["=", "+"]
+    yield "w6", {"right": both[0]}
+    yield "w7", {"right": badge(walk, "sp_ulysses", "ulysses_attention", "query")}
+    yield "w8", {"right": badge(walk, "tp", "VocabParallelCrossEntropy.forward", "both")}
+    yield "w9", {"right": recomputation_ends(walk, "sp_megatron").rpartition(".")[2]}
 
 
 def of_layouts(layouts):
@@ -146,9 +212,8 @@ def of_memory(memory):
     model, way = "llama-3.1-8b", "full chunked"
     strategies = "tp", "sp_megatron", "sp_ulysses --shard-weights", "pp"
     four = {name: longest(memory, f"{model} {name} 4") for name in strategies}
-    assert min(four.values()) > 2 * SHORTEST  # no hit for who moves no marker
     assert max(four.values()) <= PREDICTED
-    yield "m1", {"marks": four}
+    yield "m1", {"right": extreme(four), "four": four}
     _, parts = peak(memory, f"{model} plain 1", "full full", "adamw", SHORTEST)
     alone = "weights", "gradients", "optimizer state"
     one = sum(parts[memory["parts"].index(part)] for part in alone) / 1024
@@ -187,8 +252,11 @@ def of_pipelines(pipelines, pp):
 
 
 def of_collectives(collectives):
-    for id, op in (("c1", "all_gather"), ("c2", "reduce_scatter")):
-        yield id, {"op": op, "steps": len(collectives[op][2][0]) - 1}
+    first, second = ([rank[step][1] for rank in collectives["all_gather"][2]] for step in (1, 2))
+    [right] = [way for way, x in (("own", first[0]), ("last", first[3])) if x == second[0]]
+    yield "c1", {"right": right}
+    [(_, added)] = collectives["reduce_scatter"][2][0][3][1]
+    yield "c2", {"right": str(added.bit_count())}
     ring = {P: sent(collectives, "all_reduce", P) for P in (4, 8)}
     yield "c3", {"right": f"{ring[4]:g}", "sent": ring}
     more = ring[8] / ring[4]
@@ -238,6 +306,16 @@ def of_time(time, memory, texts):
         yield id, told | {"name": names[right], "seconds": seconds[right]}
 
 
+def does(says):
+    """What a bug does, without what comes of it, which a question asks for."""
+    return says.partition(":")[0].removesuffix(".")
+
+
+def percent(x):
+    """0.0092 as 0.92%, as bugs.js writes it."""
+    return f"{float(f'{100 * x:.2g}'):g}%"
+
+
 def of_bugs(scripts, texts, labels):
     def row(script, bug, name):
         return next(row for row in scripts[script][bug]["rows"] if row[0] == name)
@@ -248,8 +326,8 @@ def of_bugs(scripts, texts, labels):
         [right] = below(off, 1e-10)
         options = []
         for bug in asked:
-            why = f"Its loss is off by {off[bug]:.1e} of its value. {scripts[script][bug]['says']}"
-            options.append([bug, bug.replace("_", " "), why])
+            says = scripts[script][bug]["says"]
+            options.append([bug, does(says), f"The loss is off by {percent(off[bug])}. {says}"])
         wrong = [labels[name] for name, _, some, _ in scripts[script][right]["rows"] if some]
         told = {"right": right, "options": options, "wrong": ", ".join(wrong)}
         yield id, told | {"says": scripts[script][right]["says"]}
@@ -269,7 +347,8 @@ def of_bugs(scripts, texts, labels):
 def questions(data, pp, labels):
     """All of them, in the order of the file."""
     texts = tomllib.loads(TEXT.read_text())
-    facts = dict(of_layouts(data["layouts"])) | dict(of_memory(data["memory"]))
+    facts = dict(of_walk(unsqueezed(data["walk"])))
+    facts |= dict(of_layouts(data["layouts"])) | dict(of_memory(data["memory"]))
     facts |= dict(of_pipelines(data["pipelines"], pp)) | dict(of_collectives(data["collectives"]))
     facts |= dict(of_time(data["time"], data["memory"], texts))
     facts |= dict(of_bugs(data["bugs"]["scripts"], texts, labels))
@@ -279,18 +358,12 @@ def questions(data, pp, labels):
 
 def question(id, text, facts):
     """What the page gets of a question."""
-    parts = [key for key in ("ask", "because", "see", "shows") if key in text]
+    parts = [key for key in ("ask", "because", "see", "shows", "lab") if key in text]
     told = {"id": id} | {key: text[key].format(**facts) for key in parts}
     told["view"] = told["see"].split("&")[0]
-    if "marks" in text:
-        marks = [[label, facts["marks"][name], *why] for name, label, *why in text["marks"]]
-        return told | {"kind": "marks", "marks": marks}
-    if "op" in facts:
-        own = {"op": facts["op"], "steps": facts["steps"], "P": 4, "message": 2**20}
-        return told | {"kind": "ring"} | own
     asked = facts.get("options") or text["options"]
     rows = [[name, words, why.format(**facts)] for name, words, why in asked]
     assert facts["right"] in [name for name, *_ in rows], (id, facts["right"])
     options = [[words, None if name == facts["right"] else why] for name, words, why in rows]
     assert all(why != "" for _, why in options), f"{id}: a wrong guess without a reason"
-    return told | {"kind": "choice", "options": options}
+    return told | {"options": options}

@@ -6,6 +6,7 @@
 //   values  {key: [what it may be]}; anything else in a fragment is passed over
 //   bare    the key whose value stands in the fragment by itself: #layouts&sp
 //   before  {word of an older link: what it is now}
+//   aside   whether only other views lead to it
 //   sketch  (state): what a question shows of it, if some question does
 //   draw    (root, state, set): fills the empty root; set({P: 8}) changes the state and draws again
 // draw makes everything anew each time, and morph() changes what is on the page into that, so that
@@ -24,6 +25,7 @@ const LINKS = {
   home: "../README.md",
   "lab 1": "../labs/lab1_collectives/README.md",
   "lab 2": "../labs/lab2_megatron_layers/README.md",
+  "lab 3": "../labs/lab3_pitfalls/README.md",
   "lab 7": "../labs/lab7_ring_attention/README.md",
   "lab 8": "../labs/lab8_3d/README.md",
   "lab 10": "../labs/lab10_long_sequences/README.md",
@@ -244,7 +246,8 @@ function show() {
   [current, state] = parse(asked ? `#${asked.view}` : location.hash);
   ask(asked ?? (location.hash.includes("&") ? null : nextQuestion(current.id)));
   restore(history.state);
-  const links = Object.values(views).map(({ id, title }) =>
+  const shown = Object.values(views).filter(({ id, aside }) => !aside || id === current.id);
+  const links = shown.map(({ id, title }) =>
     html("a", { href: last[id] ?? `#${id}`, "aria-current": id === current.id && !location.hash.startsWith("#score") ? "page" : null }, title));
   const nav = document.querySelector("nav");
   const within = nav.contains(document.activeElement); // its links are made anew: the focus stays on the one

@@ -135,7 +135,7 @@ view({
     const longest = runs ? own.indexOf(Math.max(...own)) : 0;
     const what = strategies[state.strategy];
     const on = `${P} ${P > 1 ? "GPUs" : "GPU"}`;
-    const needs = `It needs ${gib(chosen.peak)} of the ${gib(chosen.room)} that a GPU's allocator has, by oom_search.py`;
+    const needs = `It needs about ${gib(chosen.peak)} of the ${gib(chosen.room)} that a GPU's allocator has, interpolated between oom_search.py's predictions`;
     const words = !runs ? `${what} cannot be split over ${on}.`
       : `${what} takes ${seconds(total)} for ${tokens(tokensOf)} on ${on}. ` +
         `The largest part, ${percent(own[longest] / total)}, is ${parts[longest]}, ${TIME_REASONS[parts[longest]]}. ` +
@@ -163,7 +163,7 @@ view({
         html("div", {}, html("h2", {}, "Runs that nothing was fitted to"), runsChart(),
           html("div", { class: "legend" }, Object.entries(TP_COLOURS).map(([tp, colour]) => entry(`var(--${colour})`, `tp ${tp}`))))),
       html("p", { class: "note" },
-        `Layers recomputed, bf16, AdamW, FlashAttention-2; messages as the scripts send them, and nothing hides them. MFU counts attention over all positions, masked ones too. What fits comes first, by the view Memory, where PP has one microbatch; here 1F1B keeps the layers' inputs of all that are in flight. ` +
+        `Layers recomputed, bf16, AdamW, FlashAttention-2; messages as the scripts send them, and nothing hides them. MFU counts attention over all positions, masked ones too. What fits comes first; GiB are the view Memory's, interpolated (lab 11's --plan runs oom_search.py itself). There PP has one microbatch; here 1F1B keeps the layers' inputs of all that are in flight. ` +
         `Where runs could check the model (dp x tp of 4,096 tokens, grey: within 10%) half were off by ${percent(score.median, 1)} or less, ` +
         `${percent(1 - score.within_20)} by over 20%. Nobody has checked all-to-all, recomputed matmuls or an H200 here; lab 11's page compares the one long run that was published.`));
   },
