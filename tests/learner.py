@@ -1,9 +1,10 @@
 """Labs as a learner meets them: answers written into a lab, graded by its checks on real ranks.
 
-answers/labN.txt has below each `== EXERCISE` a right answer, written in another way than ours, and
-what must be caught: bugs of the lab's check.py, by name, and at least three wrong answers. Each of
-these begins on a line with a comment: a part of what the learner must be told. A line -- stands
-between two regions, and ... for ours. Lines "ours -> theirs" change our answer instead.
+answers/labN.txt has below each `== EXERCISE` a right answer, written in another way than ours. What
+must be caught stands in the lab's mistakes.txt. Where there is none, it stands in answers/labN.txt:
+bugs of the lab's check.py, by name, and at least three wrong answers. Each of these begins on a
+line with a comment, a part of what the learner must be told. A line -- stands between two
+regions, and ... for ours. Lines "ours -> theirs" change our answer instead.
 """
 
 import re
@@ -16,6 +17,7 @@ from conftest import ROOT
 from labs import grade
 from labs.kit import harness
 from labs.kit.cli import UsageError  # noqa: F401
+from labs.kit.mistakes import Mistake, read_mistakes, with_mistake
 from labs.kit.run import run_lab  # noqa: F401
 
 LABS = {lab.parent.name.partition("_")[0]: lab for lab in grade.lab_files()}  # their lessons
@@ -41,6 +43,11 @@ def listed(name):
                 caught.append((exercise, None, answer, said))
             else:
                 answer.append(line)
+    mistakes = LABS[name].with_name("mistakes.txt")
+    listed = read_mistakes(mistakes) if mistakes.exists() else {}
+    for exercise, (wrong, _) in listed.items():
+        caught += [(exercise, None, mistake, mistake.hint) for mistake in wrong]
+        caught += [(exercise, each.bug[0], [], each.hint) for each in wrong if each.bug]
     return right, caught
 
 
@@ -102,7 +109,10 @@ SAVED = {  # how editors save a lab: {name: its bytes}
 def graded(lab, exercise, answer=(), bug=None):
     """(passed, report and hint) of an exercise with an answer, or with a bug."""
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / lab.name
-        file.write_text(answered(lab, {exercise: answer} if answer else {}))
+        file = Path(folder) / f"{lab.parent.name}.py"
+        if isinstance(answer, Mistake):
+            file.write_text(with_mistake(lab.read_text(), exercise, answer))
+        else:
+            file.write_text(answered(lab, {exercise: answer} if answer else {}))
         passed, report, hint = harness.check(file, exercise, seed=7, bug=bug, timeout=90)
     return passed, f"{report} {hint}".strip()

@@ -48,3 +48,14 @@ def expect_exact(what, errors, most=EXACT):
     for name, error in errors.items():
         expect(error <= most, f"{what}: {name} is off by {error:.1e} (at most {most:.0e})")
     return max(errors.values())
+
+
+def relative_errors(loss, grads, right_loss, right):
+    """{"loss", each parameter's name: error} of gradients {name: tensor} and one device's."""
+    norm = torch.stack([grad.norm() for grad in right.values()]).norm()
+    errors = {"loss": abs(loss - right_loss).item() / right_loss.item()}
+    for name, grad in right.items():
+        # what is zero by construction is held against a thousandth of all gradients' norm
+        error = (grads[name] - grad).norm() / torch.maximum(grad.norm(), norm / 1000)
+        errors[name] = error.item()
+    return errors

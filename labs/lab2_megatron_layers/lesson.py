@@ -216,9 +216,8 @@ class GatheredLinear(torch.autograd.Function):
         # end exercise
 
     @staticmethod
-    def backward(
-        ctx, grad
-    ):  # (b, s, out/P); returns the gradients of x, weight, bias (None if it has none)
+    def backward(ctx, grad):
+        """From grad (b, s, out/P) the gradients of x, weight, bias (None without one) and None."""
         # exercise: gathered_linear
         x, weight = ctx.saved_tensors
         dx = reduce_scatter(grad @ weight, ctx.group)  # (b, s/P, in)
@@ -400,7 +399,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        """Make dx (..., v/P): own columns of (softmax - q) grad, in float32. Nothing is sent."""
+        """Own columns of (softmax - q) grad: dx (..., v/P), in float32 or better. Send nothing."""
         logits, column, elsewhere, peak, sum_exp = ctx.saved_tensors
         # exercise: cross_entropy_backward
         dx = (logits - peak[..., None]).exp() / sum_exp[..., None]  # softmax
