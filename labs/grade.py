@@ -8,6 +8,7 @@ could have written yourself, under a docstring that says what to build:
     python labs/grade.py lab1                # grade what you wrote there
     python labs/grade.py lab1 --only all_to_all
     python labs/grade.py lab1 --seed 7       # the same inputs again; else they are new each time
+    python labs/grade.py lab1 --file submissions --json grades.json    # a class: a row each
 
 Each exercise is graded for itself: your answer to it in a file where all the others are finished,
 on as many ranks of this machine as the check asks for, by check.py in the lab's folder. So one
@@ -16,12 +17,17 @@ arguments.
 """
 
 import ast
+import json
+import os
 import re
 import secrets
+import signal
+import subprocess
 import sys
 import tempfile
 import textwrap
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -165,35 +171,93 @@ def grade_one(lab_file, answers, name, seed, timeout):
         return False, wrong.found, wrong.hint
 
 
+def exercises_of(lab_file, only):
+    """The exercises to grade: all of the lab, or the one that is named."""
+    checks = companion("check", lab_file).CHECKS
+    if only not in (None, *checks):
+        known = ", ".join(checks)
+        raise cli.UsageError(f"{lab_name(lab_file)} has no exercise {only}: use one of {known}")
+    return [only] if only else list(checks)
+
+
 def grade(args, lab_file):
     """Grade the learner's answers, a line an exercise; returns whether all pass."""
-    cli.shorten_tempdir()
-    answers_file = Path(args.file or MY_LABS / f"{lab_name(lab_file)}.py")
+    answers_file = Path(args.file[0]) if args.file else MY_LABS / f"{lab_name(lab_file)}.py"
     if not answers_file.is_file():
         how = f"use python labs/grade.py start {args.what[0]} to write one"
         raise cli.UsageError(f"no {answers_file}: {how}")
-    seed = secrets.randbelow(1 << 31) if args.seed is None else args.seed
-    answers, results = cli.read_code(answers_file), {}
-    checks, lab = companion("check", lab_file).CHECKS, lab_name(lab_file)
-    if args.only not in (None, *checks):
-        known = ", ".join(checks)
-        raise cli.UsageError(f"{lab} has no exercise {args.only}: use one of {known}")
-    names = [args.only] if args.only else list(checks)
+    answers, results, lab = cli.read_code(answers_file), {}, lab_name(lab_file)
+    names = exercises_of(lab_file, args.only)
     width = max(map(len, names))
     for name in names:
-        passed, seen, hint = grade_one(lab_file, answers, name, seed, args.timeout)
+        passed, seen, hint = grade_one(lab_file, answers, name, args.seed, args.timeout)
         results[name] = {"passed": passed, "report": seen, "hint": hint}
         print(f"  {name:{width}}   {'PASS' if passed else 'FAIL'}   {seen}", flush=True)
         if hint:
             print(f"  {'':{width}}          hint: {hint}", flush=True)
     count = sum(result["passed"] for result in results.values())
-    again = "" if count == len(names) else f" (the same inputs again: --seed {seed})"
+    again = "" if count == len(names) else f" (the same inputs again: --seed {args.seed})"
     verdict = "PASS" if count == len(names) else "FAIL"
     print(f"\n{verdict} {lab}: {count} of {len(names)} exercises pass{again}")
     if args.json:
-        whole = {"lab": lab, "seed": seed, "passed": count == len(names)}
+        whole = {"lab": lab, "seed": args.seed, "passed": count == len(names)}
         cli.write_json(args.json, {**whole, "exercises": results})
     return count == len(names)
+
+
+def grade_submission(args, file):
+    """What --json has of a submission, graded by a process of its own; or {"passed", "error"}."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.json"
+        words = [sys.executable, __file__, *args.what, "--file", file, "--seed", str(args.seed)]
+        words += ["--timeout", str(args.timeout), "--json", results]
+        words += ["--only", args.only] if args.only else []
+        streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        process = subprocess.Popen(words, start_new_session=True, **streams)
+        try:
+            said = process.communicate(timeout=args.limit)[1].decode(errors="replace")
+            problems = re.findall(r"^error: (.*)", said, re.M)
+            problems = problems or [f"its grader ended, exit code {process.returncode}"]
+        except subprocess.TimeoutExpired:
+            problems = [f"not done after {args.limit} s"]
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and whatever it has started
+            process.wait()
+        if results.exists():
+            return json.loads(results.read_bytes())
+        return {"passed": False, "error": problems[-1]}
+
+
+def grade_class(args, lab_file, files):
+    """Grade the submissions one after the other, a row each; returns whether all pass."""
+    count, rows = len(exercises_of(lab_file, args.only)), {}
+    width = max(map(len, files))
+    print(f"  {'submission':{width}}   passed     not yet")
+    for file in files:
+        row = rows[file] = grade_submission(args, file)
+        wrong = [name for name, one in row.get("exercises", {}).items() if not one["passed"]]
+        done = "error" if "error" in row else f"{count - len(wrong)} of {count}"
+        print(f"  {file:{width}}   {done:8}   {row.get('error') or ', '.join(wrong)}", flush=True)
+    passed = sum(row["passed"] for row in rows.values())
+    verdict = "PASS" if passed == len(rows) else "FAIL"
+    seed = f"the same inputs again: --seed {args.seed}"
+    print(f"\n{verdict} {lab_name(lab_file)}: {passed} of {len(rows)} submissions pass ({seed})")
+    if args.json:
+        whole = {"lab": lab_name(lab_file), "seed": args.seed, "passed": verdict == "PASS"}
+        cli.write_json(args.json, {**whole, "submissions": rows})
+    return passed == len(rows)
+
+
+def submissions(names):
+    """The files that --file names, and those of a folder; None if it is one learner's file."""
+    paths = [Path(name) for name in names or ()]
+    if len(paths) < 2 and not any(path.is_dir() for path in paths):
+        return None
+    files = [sorted(path.glob("*.py")) if path.is_dir() else [path] for path in paths]
+    if [] in files:
+        raise cli.UsageError(f"no .py file in {paths[files.index([])]}")
+    return [str(file) for some in files for file in some]
 
 
 def main(argv=None):
@@ -202,10 +266,11 @@ def main(argv=None):
     add = parser.add_argument
     add("what", nargs="+", metavar="LAB", help="list, start LAB, or LAB alone, to grade it")
     add("--force", action="store_true", help="start: write over what is there")
-    add("--file", help="the answers (my_labs/LAB.py)")
+    add("--file", nargs="+", help="the answers (my_labs/LAB.py); a class's: files or a folder")
     add("--only", metavar="NAME", help="grade one exercise")
     add("--seed", type=int, help="of the inputs (a new one each time)")
     add("--timeout", type=cli.positive, default=60, help="seconds for an exercise (60)")
+    add("--limit", type=cli.positive, default=600, help="seconds for a file of a class (600)")
     add("--json", metavar="FILE", help="write the results")
     try:
         cli.check_platform()
@@ -219,7 +284,11 @@ def main(argv=None):
             return 0
         if len(args.what) > 1:
             raise cli.UsageError(f"{' '.join(args.what)}: use list, start LAB, or LAB")
-        return 0 if grade(args, find_lab(args.what[0])) else 1
+        cli.shorten_tempdir()
+        args.seed = secrets.randbelow(1 << 31) if args.seed is None else args.seed
+        lab_file, files = find_lab(args.what[0]), submissions(args.file)
+        passed = grade_class(args, lab_file, files) if files else grade(args, lab_file)
+        return 0 if passed else 1
     except cli.UsageError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2

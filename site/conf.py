@@ -66,7 +66,8 @@ def front(root, readme):
     checks = [*root.glob("labs/*/check.py"), root / "labs/break_it.py"]
     text = "\n".join(file.read_text() for file in checks).replace("(*BUGS)", "(1, 2, 3, 4)")
     bugs = re.findall(r"^(?:BUGS = \[|@bug_of\()(.*)[])]$", text, re.M)
-    bugs = sum(len(names.split(",")) for names in bugs)
+    listed = "\n".join(file.read_text() for file in root.glob("labs/*/mistakes.txt"))
+    bugs = sum(len(names.split(",")) for names in bugs) + len(re.findall("^bug ", listed, re.M))
     question = (root / "site/question.html").read_text()
     scale = f"{len(labs)} labs, {exercises} exercises, {bugs} bugs to plant and to see caught"
     readme = readme.replace("A laptop is enough:", f"\n{scale}. A laptop is enough:", 1)

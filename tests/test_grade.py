@@ -155,6 +155,34 @@ def test_each_wrong_answer_fails_alone(desk):
     assert again["total10"]["report"] != drawn, "without --seed inputs are new"
 
 
+@pytest.mark.slow
+def test_a_class_is_a_table_and_no_file_harms_another(desk):
+    """A hang, a file that kills its grader, one that is no text and one that is not there."""
+    whole, folder = SMALL_LAB + TOTALS, desk / "submissions"
+    broken = {
+        "a": (whole, "1 of 1", ""),
+        "b": (whole.replace("helper(x) + helper(x)", "x"), "0 of 1", "twice"),
+        "c": ("while True:\n    pass\n" + whole, "error", "not done after 60 s"),
+        "d": ("import os\nos.killpg(0, 9)\n" + whole, "error", "its grader ended, exit code -9"),
+        "e": ("\0", "error", "submissions/e.py has null bytes, as UTF-16 has: save it as UTF-8"),
+        "f": (whole, "1 of 1", ""),
+    }
+    folder.mkdir()
+    for name, (text, *_) in broken.items():
+        (folder / f"{name}.py").write_text(text)
+    words = ["lab0", "--only", "twice", "--file", "submissions", "gone.py", "--limit", "60"]
+    run = python("labs/grade.py", *words, "--timeout", "600", "--json", "class.json", cwd=desk)
+    assert run.returncode == 1 and run.stderr == "", run.stderr
+    *rows, gone, _, verdict = run.stdout.splitlines()[1:]
+    seen = [f"  submissions/{file}.py   {row[1]:8}   {row[2]}" for file, row in broken.items()]
+    assert rows == seen
+    assert gone.split(maxsplit=2)[:2] == ["gone.py", "error"] and "no gone.py: use" in gone
+    assert verdict.startswith("FAIL lab0_small: 2 of 7 submissions pass (the same inputs")
+    found = json.loads((desk / "class.json").read_text())["submissions"]
+    assert [one["passed"] for one in found.values()] == [True] + 4 * [False] + [True, False]
+    assert found["submissions/b.py"]["exercises"]["twice"]["report"] == "rank 0: not twice"
+
+
 LAB = SMALL_LAB + TOTAL
 
 
@@ -188,6 +216,7 @@ BAD = [
         "lab1 --file labs/lab1_collectives/lesson.py --only x",
         "lab1_collectives has no exercise x: use one of",
     ),
+    ("lab1 --file labs/notes", "no .py file in labs/notes"),
     ("", "the following arguments are required: LAB"),
 ]
 
