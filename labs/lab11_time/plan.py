@@ -150,12 +150,23 @@ def published_run(lab):
     return {name: strategy_parts(*setting, cluster_of(lab, "h100", name)) for name in PUBLISHED}
 
 
+END = "end of a run\n"
+PREDICTIONS = f"""
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import oom_search
+for words in json.load(sys.stdin):
+    oom_search.main(words)
+    print({END.strip()!r}, file=sys.stderr)
+"""
+
+
 def peak_memory(strategies, name, gpus, length, sequences, gpu):
     """{strategy: {"peak_bytes", "fits", "why"}} of the worst rank, as oom_search.py predicts them.
 
     With AdamW, its state on the device; of PP as many microbatches as 1F1B has in flight. why:
-    what oom_search.py says where it has no answer; then peak_bytes and fits are None. Strategies
-    with the same options share a process: to load PyTorch takes longer than most predictions.
+    what oom_search.py says where it has no answer; then peak_bytes and fits are None. One process
+    makes all predictions: to load PyTorch takes longer than most of them.
     """
     calls, flight = {}, str(min(sequences, gpus))
     for strategy in strategies:
@@ -164,19 +175,16 @@ def peak_memory(strategies, name, gpus, length, sequences, gpu):
         calls.setdefault(tuple(options), {})[own] = strategy
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config_of(MODELS[name])))
-        program = [sys.executable, LABS.parent / "oom_search.py", "--how", "predicted"]
-        program += ["--model", name if "-" in name else folder, "--nproc", str(gpus)]
-        program += ["--at", str(length), "--gpu", gpu, "--optimizer", "adamw", "--strategy"]
-        streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-        jobs, found = [], {}
+        every = ["--how", "predicted", "--model", name if "-" in name else folder, "--at"]
+        every += [str(length), "--nproc", str(gpus), "--gpu", gpu, "--optimizer", "adamw"]
+        runs, found = [], {}
         for options, names in calls.items():
-            call = [*program, *names, *options, "--json", f"{len(jobs)}.json"]
-            jobs.append(subprocess.Popen(call, cwd=folder, text=True, **streams))
-        try:
-            said = [job.communicate()[1] for job in jobs]
-        finally:  # Ctrl-C
-            for job in jobs:
-                job.kill()
+            own = ["--strategy", *names, *options, "--json", f"{len(runs)}.json"]
+            runs.append([*every, *own])
+        streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        call = [sys.executable, "-c", PREDICTIONS, str(LABS.parent)]
+        done = subprocess.run(call, cwd=folder, text=True, input=json.dumps(runs), **streams)
+        said = [*done.stderr.split(END), *[""] * len(runs)]
         for number, names in enumerate(calls.values()):
             errors = re.findall("^error: (.*)", said[number], re.M)
             unknown = {"peak_bytes": None, "fits": None, "why": (errors or ["no answer"])[-1]}

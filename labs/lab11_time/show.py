@@ -225,7 +225,7 @@ def experiment(lab, args):
     """The lab's results."""
     rows, results = read_runs(), {"failed": []}
     message = lab.BF16 * 4096 * lab.MODELS["3B"].hidden
-    results["gather_ms"] = 1000 * lab.ring_seconds(message, 16, 8, lab.H100)
+    results["gather_ms"] = 1000 * lab.ring_seconds(message, 32, 8, lab.H100)
     if args.plan:
         judge = [row for row in rows if judged(row) and half(row) == 1]
         return results | {"plan": plan(lab, args, scored(lab, judge, lab.H100))}
@@ -241,10 +241,10 @@ def experiment(lab, args):
 
 
 PREDICT = (
-    "how many milliseconds does an all-gather of 3B's hidden states take on 16 ranks of 2 nodes "
+    "how many milliseconds does an all-gather of 3B's hidden states take on 32 ranks of 4 nodes "
     "(4096 tokens, 3072 wide, bf16)?",
-    "15 steps x 44.1 us, and 15/16 of 25.2 MB, each byte of which takes 1 / (8 x 36.7 GB/s) and "
-    "0.42 ps: most of it is steps, not bytes",
+    "31 steps x 44.1 us, and 31/32 of 25.2 MB, each byte of which takes 1 / (8 x 36.7 GB/s) and "
+    "3 x 0.42 ps: most of it is steps, not bytes",
     lambda results: results["gather_ms"],
 )
 

@@ -11,7 +11,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from labs.kit.compare import close, drawn, expect_same, gradients, tried
 from labs.kit.harness import Traffic, expect
-from labs.kit.models import EXACT, Float64, random_model
+from labs.kit.models import EXACT, Float64, random_model, relative_errors
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 31}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 4, "pad_token_id": None, "sliding_window": None}
@@ -19,17 +19,6 @@ FAMILIES = {  # the classes, and what they call the number of experts and the wi
     "Qwen3-MoE": (Qwen3MoeConfig, Qwen3MoeForCausalLM, "num_experts", "moe_intermediate_size"),
     "Mixtral": (MixtralConfig, MixtralForCausalLM, "num_local_experts", "intermediate_size"),
 }
-
-
-def relative_errors(loss, grads, right_loss, right):
-    """{"loss", each parameter's name: error} of gradients {name: tensor} and one device's."""
-    norm = torch.stack([grad.norm() for grad in right.values()]).norm()
-    errors = {"loss": abs(loss - right_loss).item() / right_loss.item()}
-    for name, grad in right.items():
-        # what is zero by construction is held against a thousandth of all gradients' norm
-        error = (grads[name] - grad).norm() / torch.maximum(grad.norm(), norm / 1000)
-        errors[name] = error.item()
-    return errors
 
 
 def tiny(family, experts, k, seed, width=12, **changes):

@@ -26,7 +26,7 @@ ever has the whole model. AdamW's averages are cut as their parameter is; its st
 
     python labs/lab13_checkpoints/lesson.py --plot lab13.png  # checks and experiments
     python labs/lab13_checkpoints/lesson.py --pairs all       # every layout into every other
-    python labs/lab13_checkpoints/lesson.py --predict 30      # first your guess; see the end
+    python labs/lab13_checkpoints/lesson.py --predict 50      # first your guess; see the end
     python labs/grade.py start lab13                          # writes my_labs/lab13_checkpoints.py
 
 Sources: safetensors, README.md (the format). PyTorch: torch/distributed/checkpoint/. Megatron-LM:
@@ -136,9 +136,10 @@ def overlap(mine, theirs):
 def owners(layouts):
     """{(name, Shard): the rank that saves it}. layouts: of each rank {name: Shard}.
 
-    First what one rank alone holds, then two, and so on; else as they are met, rank 0's first. Each
-    goes to the holder with the fewest numbers to save so far; of several such, the lowest. Raises
-    CheckpointError, with the tensor's name, where the pieces are not all of a tensor once.
+    First what one rank alone holds, then what two hold, and so on; of those that equally many ranks
+    hold, in the order of the layouts, rank 0's first. Each goes to the holder with the fewest
+    numbers to save so far; of several such, to the lowest. Raises CheckpointError, with the
+    tensor's name, unless the pieces cover the tensor exactly once.
     """
     # exercise: owners
     holders, taken, owner, covered = {}, [0] * len(layouts), {}, {}
@@ -400,8 +401,7 @@ def state_layout(layout):
 def export(folder, path):
     """Write the parameters of a checkpoint as one safetensors file that HF's from_pretrained reads.
 
-    No optimizer state (names with a "/"). One full tensor at a time is in memory. The file is
-    written beside path, and renamed.
+    No optimizer state (names with a "/"), one full tensor at a time, a draft that is renamed.
     """
     # exercise: export
     index, kinds = read_index(folder), {}

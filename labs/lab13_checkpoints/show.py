@@ -139,14 +139,14 @@ def show_dcp(lab, right, folder):
     return found, off
 
 
-def from_rank0(lab, folder):
-    """% of rank 1 of 3's rows of the embedding that it reads from rank 0's file of tp 2."""
-    rows, layout = 17, {EMBEDDING: lab.cut((50, 24), 0, 17, 34)}
-    tensors = {EMBEDDING: lab.torch.empty(rows, 24, dtype=lab.torch.float64)}
+def from_rank1(lab, folder):
+    """% of rank 0 of 2's rows of the embedding that it reads from rank 1's file of tp 3."""
+    layout = {EMBEDDING: lab.cut((50, 24), 0, 0, 25)}
+    tensors = {EMBEDDING: lab.torch.empty(25, 24, dtype=lab.torch.float64)}
     with counting() as read:
         lab.fill(folder, lab.read_index(folder), tensors, layout)
     sizes = {rank_of(file): size for file, size in read.by_file.items() if "rank" in file}
-    return 100 * sizes[0] / sum(sizes.values())
+    return 100 * sizes[1] / sum(sizes.values())
 
 
 def sources(lab, folder):
@@ -174,7 +174,7 @@ def experiment(lab, args):
         off += show_pairs(pairs, names)
         dcp, wrong = show_dcp(lab, right, folder)
         found = {"saves": saves, "pairs": pairs, "dcp": dcp, "failed": off + wrong}
-        found["from_rank0"] = from_rank0(lab, folders["tp 2"])
+        found["from_rank1"] = from_rank1(lab, folders["tp 3"])
         return found | {"sources": sources(lab, folders["tp 2"])}
 
 
@@ -240,10 +240,10 @@ def draw(results, path):
 
 
 PREDICT = (
-    "tp.py saved on 2 ranks, and 3 load. The embedding has 50 rows; the first ranks have one more "
-    "where they cannot have the same. What percentage of rank 1's rows is in rank 0's file?",
-    "rank 1 of 3 has rows 17 to 33, rank 0 of 2 saved rows 0 to 24: 8 of 17",
-    lambda results: results["from_rank0"],
+    "tp.py saved on 3 ranks, and 2 load. The embedding has 50 rows; the first ranks have one more "
+    "where they cannot have the same. What percentage of rank 0's rows is in rank 1's file?",
+    "rank 0 of 2 has rows 0 to 24, rank 1 of 3 saved rows 17 to 33: 8 of 25",
+    lambda results: results["from_rank1"],
 )
 
 

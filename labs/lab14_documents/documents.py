@@ -187,15 +187,15 @@ def first_of(lengths, window):
     return mask_of(lengths, window).int().argmax(1)
 
 
-def placements(lengths, world, seed):
-    """{what: held}: the lab's three, and tokens dealt at random."""
+def placements(lengths, world, seed, lab=finished):
+    """{what: held}: the lab's three, and tokens dealt at random; a check's by the finished lab."""
     chosen, first = random.Random(seed), first_of(lengths, None)
     tokens = [*range(sum(lengths))]
     chosen.shuffle(tokens)
     return {
-        "in order": finished.in_order(len(first), world),
-        "by document": finished.by_document(position_of(lengths), world),
-        "by work": finished.by_work(first, world, 3),
+        "in order": lab.in_order(len(first), world),
+        "by document": lab.by_document(position_of(lengths), world),
+        "by work": lab.by_work(first, world, 3),
         "at random": [torch.tensor(sorted(tokens[rank::world])) for rank in range(world)],
     }
 

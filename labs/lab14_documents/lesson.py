@@ -230,8 +230,8 @@ def attend_backward(q, k, v, dout, lse, delta, q_at, k_at, first):
 def travels(held, source, step, first):
     """The tokens (m,) of rank `source` whose keys come to rank (source + step) mod P, ascending.
 
-    Step 0: all that it holds. Then those that a query sees of that rank, or of one that they would
-    come to after it: ranks source + step, ..., source + P - 1. Step P: none.
+    Step 0: all that it holds. Then those that a query sees of that rank, or of a rank further on:
+    ranks source + step, ..., source + P - 1. Step P: none.
     """
     # exercise: travels
     keys, P = held[source], len(held)
@@ -288,8 +288,8 @@ def ring_backward(q, kept, out, lse, dout, held, first, group):
     """(dq, dk, dv) of this rank's tokens: out, lse, kept of ring_forward(), dout out's gradient.
 
     From the last step to the first. The gradient of a step's keys, (2, kv, m, d), is what this
-    rank's queries add, and what comes back from the next rank for those that went there; it goes
-    back to the previous rank, which the keys had come from. Those of step 0 are at home.
+    rank's queries add, and what the next rank sends back for those that went there: compute first,
+    then wait for it. It goes back to the previous rank, where the keys came from; step 0's stays.
     """
     rank, P = group.rank(), group.size()
     dq, delta = torch.zeros_like(q), (dout * out).sum(-1)

@@ -60,14 +60,14 @@ def pytorchs(position, first, world):
     return found
 
 
-def strategies(position, first, world):
-    """{what: held}"""
+def strategies(lab, position, first, world):
+    """{what: held}, by the learner's placements and PyTorch's."""
     s = len(position)
     return {
-        "in order": finished.in_order(s, world),
-        "zigzag of the sequence": finished.by_document(torch.arange(s), world),
-        "by document": finished.by_document(position, world),
-        "by work": finished.by_work(first, world, BLOCK),
+        "in order": lab.in_order(s, world),
+        "zigzag of the sequence": lab.by_document(torch.arange(s), world),
+        "by document": lab.by_document(position, world),
+        "by work": lab.by_work(first, world, BLOCK),
         **pytorchs(position, first, world),
     }
 
@@ -102,13 +102,14 @@ def tokens_sent(held, first):
     return sent
 
 
-def compare(args):
+def compare(lab, args):
     """A row for each mixture and strategy: shares of an even one, and of all keys going round."""
     rows, world = [], args.ranks
     for what, (lengths, window) in mixtures(args.tokens, args.seed).items():
         position = position_of(lengths)
+        # Not the learner's, which may read it off an (s, s) mask: here that has 17 GB
         first = finished.first_seen(position, window)
-        for how, held in strategies(position, first, world).items():
+        for how, held in strategies(lab, position, first, world).items():
             pairs, tokens = steps(held, first), [len(at) for at in held]
             mean = pairs.sum().item() / world
             row = {"mixture": what, "documents": len(lengths), "strategy": how}

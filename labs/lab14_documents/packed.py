@@ -17,9 +17,10 @@ from transformers import (
 )
 
 from labs.kit.blame import default_group_refused
-from labs.kit.compare import close, drawn, unchanged
+from labs.kit.compare import close, drawn, gradients, unchanged
 from labs.kit.harness import Traffic, Wrong, expect
-from labs.lab12_experts import experts
+from labs.kit.models import Float64, expect_exact, random_model, relative_errors
+from labs.kit.tools import members
 from labs.lab14_documents.documents import (
     END,
     IGNORE,
@@ -56,7 +57,7 @@ def attention_case(seed, lengths, window, kv=5, g=3, d=2):
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     mask = mask_of(lengths, window)
     out = dense(*leaves, mask)
-    dq, dk, dv = experts.gradients(out, dout, leaves)
+    dq, dk, dv = gradients(out, dout, leaves)
     case = SimpleNamespace(q=q, k=k, v=v, dout=dout, out=out.detach(), dq=dq, dk=dk, dv=dv)
     case.mask, case.first = mask, first_of(lengths, window)
     return case
@@ -71,7 +72,7 @@ def dense(q, k, v, mask):
 def ring_cases(seed):
     """Yield (what, group, held, case) on every rank of each group."""
     cases = [(*item, window) for item, window in zip(packings(seed).items(), (4, None, 3, None))]
-    for group, _, P in experts.members(groups_of_all_sizes()):
+    for group, _, P in members(groups_of_all_sizes()):
         for what, lengths, window in cases:
             case = attention_case(seed, lengths, window)
             for where, held in placements(lengths, P, seed).items():
@@ -205,7 +206,7 @@ def expect_loss(lab, told, labels, own, group, seed):
     if total and not found.isnan():
         hint = "the sum over own targets / all ranks' targets, to which a rank without one adds 0"
     close(f"{told}: the summand", found.detach(), right.detach(), hints, hint)
-    grads = (experts.gradients(y, None, [x])[0] for y in (found, right))
+    grads = (gradients(y, None, [x])[0] for y in (found, right))
     close(f"{told}: the gradient", *grads, None, "that of the own summand, and of no other")
     hint = "one number: how many targets there are; a rank that has none takes part, too"
     one = [*traffic.ops] == ["all_reduce"] and traffic.ops["all_reduce"] <= [1, 8]
@@ -218,14 +219,14 @@ def expect_loss(lab, told, labels, own, group, seed):
 def tiny(family, seed):
     """Hugging Face's model with random weights, in float64, the same on every rank."""
     config, causal, more = FAMILIES[family]
-    return experts.random_model(causal, config(**SIZES, **more), seed)
+    return random_model(causal, config(**SIZES, **more), seed)
 
 
 def each_document_alone(model, ids, lengths):
     """(loss, {name: gradient}) of the untouched model, which sees one document at a time."""
     total = sum(n - 1 for n in lengths)
     loss = torch.zeros((), dtype=torch.float64)
-    with experts.Float64():
+    with Float64():
         for document in ids.split(lengths):
             logits = model(input_ids=document[None], use_cache=False).logits[0]
             loss = loss + F.cross_entropy(logits[:-1], document[1:], reduction="sum") / total
@@ -239,10 +240,10 @@ def model_errors(lab, family, way, lengths, held, group, seed):
     """Relative errors of a train_step on this rank: {"loss", each parameter's name: error}."""
     model, ids = tiny(family, seed), packed_ids(lengths, seed)
     loss, right = each_document_alone(model, ids, lengths)
-    with experts.Float64():
+    with Float64():
         found = lab.train_step(model, ids, END, way, held, group)
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return experts.relative_errors(found, grads, loss, right)
+    return relative_errors(found, grads, loss, right)
 
 
 def gradient_elsewhere(lab, family, way, lengths, held, group, seed):
@@ -255,7 +256,7 @@ def gradient_elsewhere(lab, family, way, lengths, held, group, seed):
     model.set_attn_implementation("documents")
     x = model.get_input_embeddings()(ids[own]).detach().requires_grad_()
     labels = finished.targets(ids, END)[own].masked_fill(document != chosen, IGNORE)
-    with experts.Float64():
+    with Float64():
         given = {"inputs_embeds": x[None], "position_ids": position[own][None]}
         logits = model(**given, use_cache=False).logits[0]
         lab.mean_loss(logits, labels, group).backward()
@@ -264,7 +265,7 @@ def gradient_elsewhere(lab, family, way, lengths, held, group, seed):
 
 def expect_model(lab, what, *case):
     """Raise Wrong unless a train_step is exact and no gradient crosses documents; the error."""
-    worst = experts.expect_exact(what, model_errors(lab, *case))
+    worst = expect_exact(what, model_errors(lab, *case))
     _, elsewhere = gradient_elsewhere(lab, *case)
     found = f"{what}: a document's loss has a gradient in another document's embeddings"
     expect(torch.equal(elsewhere, torch.zeros_like(elsewhere)), found)

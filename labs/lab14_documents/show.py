@@ -13,7 +13,6 @@ from labs.kit.pictures import BLUE, ORANGE, RANKS, picture
 from labs.kit.tools import members
 from labs.lab14_documents import mixtures
 from labs.lab14_documents.documents import (
-    finished,
     groups_of_all_sizes,
     mask_of,
     packings,
@@ -46,7 +45,7 @@ def proofs_on_rank(world, lab, seed):
         for i, family in enumerate(FAMILIES):
             for j, (name, way) in enumerate(ways.items()):
                 lengths = [*packings(seed).values()][(i + j + P) % 4]
-                held = [*placements(lengths, P, seed).values()][(i + 2 * j + 3 * P) % 4]
+                held = [*placements(lengths, P, seed, lab).values()][(i + 2 * j + 3 * P) % 4]
                 case = lab, family, way, lengths, held, group, seed
                 error = max(model_errors(*case).values())
                 own, elsewhere = gradient_elsewhere(*case)
@@ -83,7 +82,7 @@ def counted_on_rank(group, lab, seed):
     found, rank = [], group.rank()
     lab.TILE = 1  # one query at a time: then no pair is multiplied that the mask would drop
     case = attention_case(seed, LENGTHS, None, KV * WORLD // 2, G, D)
-    for where, held in placements(LENGTHS, WORLD, seed).items():
+    for where, held in placements(LENGTHS, WORLD, seed, lab).items():
         own = held[rank]
         for name, way in ("ring", lab.RingAttention.apply), ("Ulysses", lab.ulysses_attention):
             leaves = [x[..., own, :].requires_grad_() for x in (case.q, case.k, case.v)]
@@ -98,17 +97,17 @@ def counted_on_rank(group, lab, seed):
 
 def counts(lab, seed):
     """Both ways in four placements, beside the formulas: (rows, what is off)."""
-    kv, first = KV * WORLD // 2, finished.first_seen(position_of(LENGTHS), None)
+    kv, first = KV * WORLD // 2, lab.first_seen(position_of(LENGTHS), None)
     heads, total = kv * G, int(mask_of(LENGTHS, None).sum())
     rows, off = [], []
     lines = [["placement", "way", *(f"rank {r}" for r in range(WORLD)), "bytes of the ranks"]]
     for each in zip(*on_ranks(WORLD, counted_on_rank, lab, seed)):
-        where, way, held = *each[0][:2], placements(LENGTHS, WORLD, seed)[each[0][0]]
+        where, way, held = *each[0][:2], placements(LENGTHS, WORLD, seed, lab)[each[0][0]]
         pairs, sent = [one[2] for one in each], [one[3] for one in each]
-        ring = [count * heads for count in lab.work(held, first)]
+        ring = [int(count) * heads for count in lab.work(held, first)]
         right = ring if way == "ring" else [total * heads / WORLD] * WORLD
         figures = [lab.message_bytes(held, first, r, kv, G, D, ITEM) for r in range(WORLD)]
-        formula = [figure[way == "Ulysses"] for figure in figures]
+        formula = [int(figure[way == "Ulysses"]) for figure in figures]
         row = {"placement": where, "way": way, "pairs": pairs, "bytes": sent}
         rows.append(row | {"expected_pairs": right, "expected_bytes": formula})
         if [*map(float, right)] != pairs or formula != sent:
@@ -158,14 +157,34 @@ def windows(lab, seed):
     return rows
 
 
+def pictured(lab):
+    """Of the documents SHOWN, as lists: {"first", "placements": {how: {"held", "pairs"}}}."""
+    ids = torch.zeros(sum(SHOWN), dtype=torch.long)
+    ids[torch.tensor(SHOWN).cumsum(0) - 1] = 1  # each document's end
+    _, position = lab.documents(ids, 1)
+    first = lab.first_seen(position, None)
+    held = {
+        "in order": lab.in_order(len(first), WORLD),
+        "zigzag of the sequence": lab.by_document(torch.arange(len(first)), WORLD),
+        "by document": lab.by_document(position, WORLD),
+        "by work, blocks of 3": lab.by_work(first, WORLD, 3),
+    }
+    found = {}
+    for how, ranks in held.items():
+        pairs = [int(count) for count in lab.work(ranks, first)]
+        found[how] = {"held": [at.tolist() for at in ranks], "pairs": pairs}
+    return {"first": first.tolist(), "placements": found}
+
+
 def experiment(lab, args):
-    """All of it: {"proofs", "counts", "windows", "mixtures", "failed": what is off}."""
+    """{"proofs", "counts", "windows", "mixtures", "pictured", "failed": what is off}."""
     rows, off = proofs(lab, args.seed)
     counted, wrong = counts(lab, args.seed)
     found = {"ranks": args.ranks, "tokens": args.tokens, "proofs": rows, "counts": counted}
     found["windows"] = windows(lab, args.seed)
-    found["mixtures"] = mixtures.compare(args)
+    found["mixtures"] = mixtures.compare(lab, args)
     mixtures.show(found["mixtures"], args)
+    found["pictured"] = pictured(lab)
     if any(len({*row["bytes"]}) > 2 for row in found["windows"] if row["window"]):
         wrong.append("with a window a rank sends more than its neighbours")
     return found | {"failed": off + wrong}
@@ -175,16 +194,9 @@ def draw(results, path):
     """Who computes which pairs, by strategy; the busiest rank of mixtures; bytes of a window."""
     mosaic = [["0", "1", "2", "3"], ["mixtures", "mixtures", "mixtures", "bytes"]]
     with picture(path, mosaic, (13, 8), height_ratios=[1.1, 1]) as axes:
-        position = position_of(SHOWN)
-        first, s = finished.first_seen(position, None), sum(SHOWN)
-        held = {
-            "in order": finished.in_order(s, WORLD),
-            "zigzag of the sequence": finished.by_document(torch.arange(s), WORLD),
-            "by document": finished.by_document(position, WORLD),
-            "by work, blocks of 3": finished.by_work(first, WORLD, 3),
-        }
-        for axis, (how, ranks) in zip("0123", held.items()):
-            draw_pairs(axes[axis], how, ranks, first)
+        first = results["pictured"]["first"]
+        for axis, (how, row) in zip("0123", results["pictured"]["placements"].items()):
+            draw_pairs(axes[axis], how, row, first)
         axes["0"].figure.suptitle(
             "Who computes which pairs: colours are ranks, of queries at the left"
         )
@@ -193,16 +205,15 @@ def draw(results, path):
         draw_bytes(axes["bytes"], results["windows"])
 
 
-def draw_pairs(axis, how, held, first):
+def draw_pairs(axis, how, row, first):
     """The mask, a row a query, in the colour of the rank that holds the query."""
-    for rank, at in enumerate(held):
-        for query in at.tolist():
-            start = int(first[query])
+    for rank, at in enumerate(row["held"]):
+        for query in at:
+            start = first[query]
             axis.barh(query, query + 1 - start, 1, start, align="edge", color=RANKS[rank], lw=0)
             axis.barh(query, 1.5, 1, -3, align="edge", color=RANKS[rank], lw=0)
-    work = finished.work(held, first)
     axis.set(xlim=(-3, len(first)), ylim=(len(first), 0), aspect="equal", xticks=[], yticks=[])
-    axis.set_title(f"{how}\npairs {', '.join(map(str, work))}", loc="left", fontsize=10)
+    axis.set_title(f"{how}\npairs {', '.join(map(str, row['pairs']))}", loc="left", fontsize=10)
     axis.set(xlabel="key", ylabel="query")
 
 
@@ -218,10 +229,10 @@ def draw_bytes(axis, rows):
 
 
 PREDICT = (
-    f"how many bytes does rank 1 of {WORLD} send in the forward and backward of a ring, with one "
+    f"how many bytes does rank 0 of {WORLD} send in the forward and backward of a ring, with one "
     f"document of {LONGER[-1]} tokens in order, a window of {WINDOW}, {KV} KV heads, {D} float64 "
     "numbers a head?",
-    "w - 1 keys and values go to the next rank, and as many gradients to the previous one: "
-    "2 (w - 1) x 2 x KV heads x d x 8 bytes, whatever the length",
-    lambda results: results["windows"][-1]["bytes"][1],
+    "w - 1 keys and values go to the next rank: (w - 1) x 2 x KV heads x d x 8 bytes, whatever the "
+    "length; no key came to rank 0 from before it, so it sends no gradients back, as others do",
+    lambda results: results["windows"][-1]["bytes"][0],
 )

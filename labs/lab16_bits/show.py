@@ -61,9 +61,10 @@ def show_costs(ranks, lab):
         rows.append(row)
         if any(tuple(each) != tuple(formula) for each in every):
             off.append(f"dp {dp} x tp {tp}: {every}, not {formula}")
-        cells = f"{sent:,}", f"{formula[0]:,}", products, formula[1], row["plain"]
-        lines.append([f"{dp} x {tp}", *cells])
-    print("\nA step in float32: bytes that a rank sends, and its matrix products")
+        counts = products, formula[1], row["plain"]
+        cells = counts if dp * tp != 2 else "???"  # PREDICT asks
+        lines.append([f"{dp} x {tp}", f"{sent:,}", f"{formula[0]:,}", *cells])
+    print("\nA step in float32: bytes that a rank sends, and its matrix products (?: asked below)")
     table(*lines)
     kinds = [each[4] for rank in ranks for each in rank["costs"]]
     if any(other != kinds[0] for other in kinds):

@@ -134,6 +134,7 @@ def costs_on_rank(group, lab, seed):
             "right_bytes": right_bytes(matrices, group.rank(), way, 4),
             "flops": counter.get_total_flops(),
             "expected_flops": sum(lab.flops(m.shape, m.blocks) for m in own),
+            "matrix_flops": [lab.flops(m.shape, m.blocks) for m in matrices],
             "seconds": statistics.median(times),
             "peak": min(peaks),
             "owners": [m.owner for m in matrices],
@@ -243,10 +244,9 @@ def draw_values(axis):
 def draw_owners(axis, row):
     """The matrices that each rank owns, one on another, by their cost."""
     tops = [0] * len(row["flops"])
-    shapes = [shape for _ in range(LAYERS) for shape, _ in KINDS.values()]
-    order = sorted(range(len(shapes)), key=lambda i: -finished.flops(shapes[i], 1))
-    for i in order:
-        rank, cost = row["owners"][0][i], finished.flops(shapes[i], 1) / 1e6
+    owned = zip(row["matrix_flops"][0], row["owners"][0])
+    for flops, rank in sorted(owned, key=lambda pair: -pair[0]):
+        cost = flops / 1e6
         axis.bar(rank, cost, 0.7, tops[rank], color=RANKS[rank], edgecolor="white", lw=0.5)
         tops[rank] += cost
     axis.axhline(sum(tops) / len(tops), color="black", linestyle="--", lw=1)

@@ -88,6 +88,12 @@ def short(ops):
     return ", ".join(f"{letters[op]} {sent}" for op, sent in sorted(ops.items())) or "-"
 
 
+def asked(rows):
+    """The row of ways() that PREDICT asks about: SHARDED over 3 ranks, with TP."""
+    where = {"ranks": 3, "way": SHARDED, "sequence_parallel": False}
+    return next(row for row in rows if where.items() <= row.items())
+
+
 def ways(lab, args):
     """Every way against one device: (rows, what is off)."""
     r, rows = args.lora_rank, []
@@ -101,10 +107,13 @@ def ways(lab, args):
     for row in rows:
         if row["rank"] == 0:
             where = row["ranks"], row["way"], "SP" if row["sequence_parallel"] else "TP"
-            sent = (short(row[when]) for when in ("forward", "backward", "step"))
+            sent = [short(row[when]) for when in ("forward", "backward", "step")]
+            if (row["ranks"], row["way"]) == (3, SHARDED):
+                sent[:2] = "??"  # PREDICT asks; forward and SP have the same number
             lines.append([*where, f"{row['error']:.0e}", *sent, row["kept"], row["trained"]])
     table(*lines)
     print("\n  AR all-reduce, AG all-gather, RS reduce-scatter; on the wire AR is RS and AG")
+    print("  ?: the lab asks you, below")
     print("  off by: y, dx and every gradient; kept: bytes, by the column parallel layer")
     worst = max(row["error"] for row in rows)
     return rows, [] if worst < 1e-5 else [f"off by {worst:.0e} against one device"]
@@ -281,18 +290,11 @@ def draw_training(axis, runs):
     axis.legend(frameon=False)
 
 
-def sharded_gather(results):
-    """Bytes of the backward's all-gathers, SHARDED over 3 ranks with TP."""
-    for row in results["ways"]:
-        if (row["ranks"], row["way"], row["sequence_parallel"]) == (3, SHARDED, False):
-            return row["backward"]["all_gather"]
-
-
 PREDICT = (
     "how many bytes does the backward of a step all-gather for the adapters alone, SHARDED over 3 "
     f"ranks: {TOKENS} tokens, {HIDDEN} -> {FEATURES} -> {HIDDEN} features, r = {{lora_rank}}?",
     "N ceil(r/P) P numbers of 4 bytes (message bytes): the row parallel layer's, zeros included",
-    sharded_gather,
+    lambda results: asked(results["ways"])["backward"]["all_gather"],
 )
 
 

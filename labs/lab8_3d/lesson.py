@@ -368,7 +368,8 @@ def copies_of(name):
 
     name: as HF has it, such as model.layers.0.self_attn.k_proj.weight; the last stage's table is
     lm_head.weight. A list, each group once, in any order. A group may have one rank only: name it
-    all the same. kv is a part of tp: what all of tp shares names tp alone. And dp has it all.
+    all the same. kv is a part of tp: what all of tp shares names tp, and not kv. Every parameter
+    names dp, too.
     """
     # exercise: copies_of
     if name.endswith("norm.weight"):  # replicated, and each rank saw its own tokens
