@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -77,29 +76,17 @@ def ranks(tmp_path_factory):
         yield run
 
 
-SAMPLE = (  # of the slow tests, what CI runs: parts of their ids
-    "test_lab", "committed", "bad_notebook", "full_disk", "two_agents_run_one_job[pp", "ctrl_c",
-    "[2-kill-forward-", "[2-stop-collective-", "[2-raise-backward-", "[2-hang-backward-",
-    "learns[sp_megatron.py-2-", "not_kept[sp_u", "under_torchrun_rank_0", "of_each_kind[lengths",
-    "of_each_kind[cpu-bench", "operators", "excuses", "changes_the_mathematics", "on_the_page",
-    "is_the_scripts", "view_fits", "keys_buttons", "in_the_fragment", "broken_fragments",
-    "name_moments", "unless_motion", "is_predicted[7", "runs_anew[1", "killed_and_resumed",
-    "interrupted[15", "own_exits_2", "hangs[zb-1-3]", "a_kill[emulated", "all_tokens[",
-    "combination_is_exact[sp_ulysses.py---shard-weights-3", "test_site",
-)  # fmt: skip
-
-
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: real weights, or minutes; make prove runs these")
-    config.addinivalue_line("markers", "sample: of the slow tests those that CI runs")
+    config.addinivalue_line("markers", "ci(every=n): of the slow tests, every nth case is in CI")
+    config.addinivalue_line("markers", "sample: what CI runs of the slow tests, by their ci marks")
 
 
 def pytest_collection_modifyitems(items):
     """Mark the sample."""
-    cases = Counter()  # of the labs' tests
+    cases = Counter()  # of each test
     for item in items:
-        if item.get_closest_marker("slow") and any(part in item.nodeid for part in SAMPLE):
-            of_many = re.search(r"test_lab.*\[(?!lab\d+b?\])", item.nodeid) is not None
-            cases[item.path] += of_many
-            if not of_many or cases[item.path] % 5 == 1:  # every fifth answer or bug
-                item.add_marker("sample")
+        mark, test = item.get_closest_marker("ci"), (item.path, item.originalname)
+        if mark and cases[test] % mark.kwargs.get("every", 1) == 0:
+            item.add_marker("sample")
+        cases[test] += 1

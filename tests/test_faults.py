@@ -45,6 +45,7 @@ def job(ranks, mark, *command):
     return subprocess.Popen(list(map(str, [*launch, *command])), **how)
 
 
+@pytest.mark.ci
 def test_ctrl_c_ends_a_run(tmp_path):
     mark = f"FAULT_TEST={tmp_path}"
     run = job(2, mark, "tp.py", "--mode", "learning", "--length", "4096")
@@ -57,6 +58,7 @@ def test_ctrl_c_ends_a_run(tmp_path):
     assert not processes(mark), "no process is left"
 
 
+@pytest.mark.ci(every=8)
 @pytest.mark.parametrize("ranks,kind,where,script", CASES)
 def test_a_fault_ends_the_job_and_is_shown(ranks, kind, where, script, tmp_path):
     mark = f"FAULT_TEST={tmp_path}"
@@ -91,6 +93,7 @@ FULL = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "command,option,verdict", FULL, ids=lambda value: "" if value[0] == "-" else None
 )

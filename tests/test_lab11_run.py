@@ -30,6 +30,7 @@ def test_the_half_that_nothing_is_fitted_to():
     assert seen["ordered"] >= 0.9 and seen["picks"] >= 16 / 20
 
 
+@pytest.mark.ci
 @pytest.mark.slow  # 3 s
 def test_the_constants_are_what_the_fit_gives():
     fitted = runs.fit(lab, MINE, dataclasses.replace(lab.H100, **runs.FIRST_GUESS))
@@ -170,7 +171,8 @@ def test_what_cannot_run_says_why(fast, capsys):
     assert re.search(r"MFU [\d.]+%\n\([\d.]+% if the half", shown)
 
 
-@pytest.mark.slow  # oom_search.py, three times at once
+@pytest.mark.ci
+@pytest.mark.slow  # oom_search.py, for all strategies
 def test_memory_is_oom_searchs():
     found = plan.peak_memory(plan.STRATEGIES, "llama-3.2-1b", 2, 4096, 2, "h100")
     assert all(2e9 < found[name]["peak_bytes"] < 40e9 for name in plan.STRATEGIES)

@@ -22,6 +22,7 @@ def run(tmp_path_factory):
     return json.loads(files[0].read_text()), files[1].stat().st_size
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_whole_models_are_those_of_one_device(run):
     rows = run[0]["proofs"]
@@ -33,6 +34,7 @@ def test_whole_models_are_those_of_one_device(run):
         assert row["off_by"] <= 1e-10 and row["tensors"] == 4 + 2 * (9 + norms)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_bytes(run):
     for row in run[0]["bytes"]:
@@ -41,9 +43,10 @@ def test_bytes(run):
         assert row["tp_message"] == 4 * 3 * 3 * TOKENS * HIDDEN * 8
         assert 3 * row["tp_wire"] == 2 * row["tp_message"]
         assert row["ratio"] == row["wire"] / row["tp_wire"] == approx(row["k"] / 3, rel=0.1)
-    assert run[0]["prediction"]["measured"] == 4 * 3 * TOKENS * 2 * HIDDEN * 8
+    assert run[0]["prediction"]["measured"] == 4 * 3 * TOKENS * 5 * HIDDEN * 8
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_the_slowest_rank_and_what_dropping_costs(run):
     skews, factors = run[0]["skews"], run[0]["factors"]
@@ -59,6 +62,7 @@ def test_the_slowest_rank_and_what_dropping_costs(run):
     assert dropped == sorted(dropped, reverse=True)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_training_and_the_picture(run):
     plain, balanced, dropping, both = run[0]["trainings"]
@@ -124,6 +128,7 @@ BROKEN = [  # what is wrong, {ours: theirs}, the check that has to say so, and w
 ]
 
 
+@pytest.mark.ci(every=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("what,put,exercise,said", BROKEN, ids=[case[0] for case in BROKEN])
 def test_broken_on_purpose(what, put, exercise, said, tmp_path):

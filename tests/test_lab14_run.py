@@ -22,6 +22,7 @@ def run(tmp_path_factory):
     return json.loads(files[0].read_text()), files[1].stat().st_size
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_whole_models_are_those_of_each_document_alone(run):
     rows = run[0]["proofs"]
@@ -31,6 +32,7 @@ def test_whole_models_are_those_of_each_document_alone(run):
         assert row["arrives"] and not row["crosses"]
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_pairs_and_bytes(run):
     whole = sum(n * (n + 1) // 2 for n in (25, 1, 15, 3, 11, 9))
@@ -46,6 +48,7 @@ def test_pairs_and_bytes(run):
     assert 3 * ring["in order"] < ring["by document"] <= 64 * 3 * 2 * 2 * 4 * 8 * 8
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_windows_bytes_do_not_grow(run):
     for row in run[0]["windows"]:
@@ -53,9 +56,10 @@ def test_a_windows_bytes_do_not_grow(run):
         ahead = [31, 31, 31, 0] if row["window"] else [own, 2 * own, 3 * own, 0]
         back = [0, *ahead[:3]]
         assert row["bytes"] == [(a + b) * 2 * 2 * 8 * 8 for a, b in zip(ahead, back)]
-    assert run[0]["prediction"]["measured"] == 2 * 31 * 2 * 2 * 8 * 8
+    assert run[0]["prediction"]["measured"] == 31 * 2 * 2 * 8 * 8
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_mixtures(run):
     rows = {(row["mixture"], row["strategy"]): row for row in run[0]["mixtures"]}
@@ -140,6 +144,7 @@ BROKEN = [  # what is wrong, {ours: theirs}, the check that has to say so, and w
 ]
 
 
+@pytest.mark.ci(every=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("what,put,exercise,said", BROKEN, ids=[case[0] for case in BROKEN])
 def test_broken_on_purpose(what, put, exercise, said, tmp_path):

@@ -16,6 +16,7 @@ NETS = json.loads((ROOT / "labs" / "lab15_types" / "nets.json").read_text())
 BUGS = SHOWN["lab15"].break_it.BUGS
 
 
+@pytest.mark.ci(every=2)
 @pytest.mark.slow  # half a minute
 @pytest.mark.parametrize("options", [[], ["--everything"]])
 def test_what_is_wrong_on_numbers_is_refused(options, monkeypatch, tmp_path):
@@ -55,6 +56,7 @@ def test_the_table_of_nets_is_what_the_checker_says():
     assert changed <= {(script, bug) for script, bugs in BUGS.items() for bug in bugs}
 
 
+@pytest.mark.ci
 @pytest.mark.slow  # 10 s
 def test_bits_are_judged_anew():
     for script, bugs in bits_bugs.judge(seed=0).items():

@@ -66,6 +66,7 @@ def test_orders_of_a_sum():
     assert all(len({*found}) > 1 for found in sums.values()), "an order is another sum"
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_run_on_4_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(harness.companion("check", LABS["lab16"]), "CHECKS", {})

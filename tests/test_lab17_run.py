@@ -26,6 +26,7 @@ def run(tmp_path_factory):
     return json.loads(files[0].read_text()), files[1].stat().st_size
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_every_way_is_one_devices_muon(run):
     rows = run[0]["proofs"]
@@ -37,6 +38,7 @@ def test_every_way_is_one_devices_muon(run):
         assert 1 < kind["moved"] < 485 and 0.001 < kind["bfloat16"] < 0.5
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_what_a_way_costs(run):
     shapes = 4 * [*2 * [(192, 192)], *2 * [(64, 192)], *3 * [(192, 512)]]
@@ -54,6 +56,7 @@ def test_what_a_way_costs(run):
         assert 1 <= row["greedy"] <= row["in_turn"] and 0 < row["of_training"] < 0.02
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_the_losses(run):
     ends = [[mean(each[-10:]) for each in runs.values()] for runs in run[0]["losses"].values()]
@@ -91,6 +94,7 @@ BROKEN = [  # {ours: theirs}, the check that has to say so, and what
 ]
 
 
+@pytest.mark.ci(every=5)
 @pytest.mark.slow
 @pytest.mark.parametrize("put,exercise,said", BROKEN)
 def test_broken_on_purpose(put, exercise, said, tmp_path):

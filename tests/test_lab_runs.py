@@ -51,6 +51,7 @@ def run(tmp_path, capfd):
     return run
 
 
+@pytest.mark.ci
 def test_lab1(run):
     _, results = run("lab1", "predicted 4480, measured 4480: right", "--ranks", 3)
     counts = {row["operation"]: row for row in results["counts"] if row["ranks"] == 3}
@@ -78,6 +79,7 @@ CALLS = {  # of the forward, of the backward
 }
 
 
+@pytest.mark.ci
 def test_lab2(run):
     _, results = run("lab2", "predicted 65000, measured 65664: off by -664")
     rows = results["label_smoothing"]  # each rank hands out alpha K / (K - 1) of its own
@@ -115,6 +117,7 @@ def all_losses(group, dtype, vocab):
     return [losses(group, dtype, smoothing, vocab) for smoothing in (0.0, 0.2, 1.0)]
 
 
+@pytest.mark.ci
 def test_lab2s_loss_on_other_ranks_and_dtypes():
     for errors in sum(harness.on_ranks(5, all_losses, torch.float64, 13), []):
         assert max(errors) < 1e-14
@@ -122,6 +125,7 @@ def test_lab2s_loss_on_other_ranks_and_dtypes():
         assert value < 1e-6 and gradient <= 2**-8, "half a bfloat16 epsilon"
 
 
+@pytest.mark.ci
 def test_lab2s_ranges_and_refusals():
     for vocab, world in [(7, 3), (3, 3), (50257, 8), (5, 1)]:
         ranges = [range(*lab2.vocab_range(vocab, rank, world)) for rank in range(world)]
@@ -159,6 +163,7 @@ SEEN = {  # of the wrong way, of the right way
 }
 
 
+@pytest.mark.ci
 def test_lab3(run):
     printed, results = run("lab3", "predicted 163840, measured 163840: right")
     pitfalls, versions = results["pitfalls"], results["versions"]
@@ -175,6 +180,7 @@ def test_lab3(run):
         assert re.search(good, pitfalls[name]["right"]["seen"]), pitfalls[name]
 
 
+@pytest.mark.ci
 def test_lab3_says_which_wrong_way_works_and_which_right_one_does_not(tmp_path, capsys):
     text = LABS["lab3"].read_text().replace("    parameter.copy_(", "    parameter.data.copy_(")
     text = text.replace("inner(copy_to_tp_region(hidden_states, group)", "inner(hidden_states")
@@ -188,6 +194,7 @@ def test_lab3_says_which_wrong_way_works_and_which_right_one_does_not(tmp_path, 
     assert re.search(r"f_per_projection .* FAIL: gradient 0\.", printed), printed
 
 
+@pytest.mark.ci
 def test_lab3b(run):
     printed, results = run("lab3b", "predicted 6, measured 6: right", "--dump", "two_orders")
     programs, source = results["programs"], LABS["lab3b"].read_text().splitlines()
@@ -220,6 +227,7 @@ ORDER = {
 }
 
 
+@pytest.mark.ci
 def test_lab4(run):
     """How large the gain is says nothing on a busy machine."""
     _, results = run("lab4", "predicted 1920, measured 2048: off by -128", "--pairs", 3)
@@ -245,6 +253,7 @@ def test_lab4(run):
     assert SHOWN["lab4"].at_shortest(log) == (8 + 3, 10 / 7)
 
 
+@pytest.mark.ci
 def test_lab5(run):
     _, results = run("lab5", "predicted 20, measured 20: right")
     nemo, gathered = SHOWN["lab5"].NEMO, SHOWN["lab5"].GATHERED
@@ -276,6 +285,7 @@ def test_lab5(run):
                 assert row[phase][op][0] == 2 * 2 + 1
 
 
+@pytest.mark.ci
 def test_lab5_takes_a_plan_and_prints_one(tmp_path, capsys, monkeypatch):
     (tmp_path / "mine.py").write_text(
         "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel\n"
@@ -301,6 +311,7 @@ def test_lab5_takes_a_plan_and_prints_one(tmp_path, capsys, monkeypatch):
     assert plans == ["model-specific", "NeMo"]
 
 
+@pytest.mark.ci
 def test_lab6(run):
     """r = 1: cut over the ranks it is one feature each, mostly zeros."""
     _, results = run("lab6", "predicted 720, measured 720: right", "--lora-rank", 1)
@@ -331,6 +342,7 @@ def test_lab6(run):
     assert bad["exported"] > 2 * bad["held_out"], "what is saved is not what was trained"
 
 
+@pytest.mark.ci
 def test_lab7(run):
     """By hand. 1024 tokens on 4 ranks: 256 queries have 256 * 257 / 2 pairs with their own keys,
     256^2 with earlier ones; zigzag has half of those in every step. Bytes that a rank of 4 sends
@@ -355,6 +367,7 @@ def test_lab7(run):
     assert refused.keys() == {"SP", "Ulysses"} and "3 heads" in refused["SP"]
 
 
+@pytest.mark.ci(every=2)
 @pytest.mark.parametrize("length", [5, 333])  # 5: with zigzag 3 of the 8 chunks are empty
 def test_lab7_counts_for_lengths_that_nothing_divides(length):
     counted = harness.on_ranks(4, SHOWN["lab7"].balance_on_rank, lab7, 0, length)
@@ -389,6 +402,7 @@ MESSAGES = {  # of the first of 2 stages
 }
 
 
+@pytest.mark.ci
 def test_lab8(run):
     _, results = run("lab8", "predicted 1.414, measured 1.41421: right")
     reports = results["ranks"]
@@ -411,12 +425,14 @@ def test_lab8(run):
 MESHES = [(1, 4, 2), (1, 2, 4), (1, 1, 8), (1, 8, 1), (8, 1, 1), (3, 1, 2)]
 
 
+@pytest.mark.ci(every=6)
 @pytest.mark.parametrize("shape", MESHES, ids=lambda shape: "x".join(map(str, shape)))
 def test_lab8_on_any_mesh_is_one_device(shape):
     sizes = dict(zip(("dp", "pp", "tp"), shape))
     one_devices(harness.on_ranks(math.prod(shape), SHOWN["lab8"].prove_on_rank, lab8, sizes, 2, 5))
 
 
+@pytest.mark.ci
 def test_lab8s_mesh_where_the_command_line_does_not_say(monkeypatch):
     def sizes(dp=None, pp=None, tp=None):
         return tuple(SHOWN["lab8"].mesh_sizes(SimpleNamespace(dp=dp, pp=pp, tp=tp)).values())
@@ -460,6 +476,7 @@ def slurm(folder, *options, cpus="2"):
     return run.returncode, "".join((folder / f"node{node}.out").read_text() for node in (0, 1))
 
 
+@pytest.mark.ci
 def test_lab8_on_two_nodes(tmp_path):
     status, printed = slurm(tmp_path, "--json", tmp_path / "lab8.json")
     assert status == 0, printed
@@ -472,6 +489,7 @@ def test_lab8_on_two_nodes(tmp_path):
     assert set(rows) == {"pp", "embedding", "model"}, "tp stays on its node"
 
 
+@pytest.mark.ci
 def test_bad_input_ends_lab8_on_both_nodes(tmp_path):
     """Rank 0 alone reads the command line: the others, on either node, must not wait for it."""
     status, printed = slurm(tmp_path, "--tp", 3, cpus="1")
@@ -479,6 +497,7 @@ def test_bad_input_ends_lab8_on_both_nodes(tmp_path):
     assert status == 1 and printed.count(found) == 1
 
 
+@pytest.mark.ci
 def test_lab9(run):
     """3 ranks divide both units."""
     layer, root = 60 * 12 * (5 + 5 + 1 + 1) + 3 * 60 * 101 + 2 * 60, 512 * 60 + 60

@@ -172,6 +172,7 @@ CASES = [
 ]
 
 
+@pytest.mark.ci(every=17)
 @pytest.mark.parametrize("name,options,world,model", CASES)
 def test_every_combination_is_exact(ranks, tmp_path, name, options, world, model):
     """37 tokens, 12 heads of 1, 3 or 6 KV heads, on 2 and 3 ranks: little divides."""

@@ -7,18 +7,21 @@ from conftest import python
 pytestmark = pytest.mark.slow  # to make them all takes half a minute, to run a few a minute
 
 
+@pytest.mark.ci
 def test_correctness_catches_what_changes_the_mathematics():
     run = python("tests/mutants.py", "--every", "60", timeout=600)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
     assert int(run.stdout.splitlines()[-1].split()[4]) >= 11, "enough of them"
 
 
+@pytest.mark.ci
 def test_there_are_mutants_of_every_script_and_the_excuses_are_of_some():
     names = [mutant.name for script in mutants.SCRIPTS for mutant in mutants.mutants(script)]
     assert len(names) == len(set(names)) >= 600
     assert set(mutants.EQUIVALENT) <= set(names), "an equivalent mutant that is none any more"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "operation,name",
     [

@@ -162,6 +162,7 @@ TRACED = [("sp_megatron.py", False), ("sp_ulysses.py", False)]
 TRACED += [pytest.param("sp_megatron.py", True, marks=pytest.mark.slow)]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("script,compiled", TRACED)
 def test_under_tracing_the_mask_is_that_of_all_tokens(ranks, script, compiled):
     options = [f"{ranks.folder}/{DEEP}"]
@@ -288,6 +289,7 @@ ON_IT = {"# ---- 2.": f"{GPU}# ---- 2.", 'elif args.device.type == "cuda"': "eli
 ON_IT |= {'    if args.device.type == "cuda"': "    if True"}
 
 
+@pytest.mark.ci(every=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("how,gpus,strategy", [("emulated", 1, "pp"), ("measured", 2, "sp")])
 def test_a_search_finds_the_limit_and_goes_on_after_a_kill(folder, how, gpus, strategy):  # noqa: F811

@@ -11,6 +11,7 @@ from torch.distributed import TCPStore
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.ci(every=4)
 @pytest.mark.parametrize("script", STRATEGIES)
 def test_two_agents_run_one_job(script):
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a free port

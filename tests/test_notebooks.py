@@ -59,6 +59,7 @@ def test_all_seven_are_there():
     assert [path.stem for path in NOTEBOOKS] == names
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_committed(path):
     """Outputs and pictures are there, and neither they nor the source belong to one machine."""
@@ -71,6 +72,7 @@ def test_committed(path):
     assert notebook.metadata.kernelspec.name == "python3"
 
 
+@pytest.mark.ci(every=7)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs_anew(path):
     """Every cell runs in a fresh kernel, and draws as many pictures as are committed."""
@@ -90,6 +92,7 @@ def test_runs_anew(path):
     assert pictures(notebook) == committed
 
 
+@pytest.mark.ci
 def test_a_bad_notebook_is_seen():
     """The checks above see what they are there for."""
     import nbformat.v4 as nbf

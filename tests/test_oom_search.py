@@ -235,6 +235,7 @@ def test_an_error_is_not_out_of_memory(folder):
     assert not lengths(folder, "sp_ulysses") and not alive(folder, "sp_ulysses")
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_killed_and_resumed(folder):
     """While tp on 2 ranks waits; then somebody makes it faster."""
@@ -258,6 +259,7 @@ def test_killed_and_resumed(folder):
     assert len(cases) == len(set(cases)) > before, "no step was repeated"
 
 
+@pytest.mark.ci(every=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted(folder, number):

@@ -446,6 +446,7 @@ def test_results_are_json_and_nothing_else_is_left(ranks, tmp_path):
     assert list(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.ci(every=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("script", STRATEGIES)
 def test_what_is_computed_again_is_not_kept(ranks, script):
