@@ -17,9 +17,8 @@ import numpy as np
 
 from labs.break_it import BUGS, load
 from labs.walk.compare import OneDevice, badge, key, matched
-from labs.walk.record import Setting, record
+from labs.walk.record import ROOT, Setting, record
 
-ROOT = Path(__file__).parents[2]
 IDS = [[5, 1, 6, 3, 10, 0, 7], [7, 3, 0, 4, 9, 2, 8], [1, 6, 6, 0, 8, 4, 3]]  # 2 is padding
 SHORTER = [[3, 9, 1, 6, 0], [8, 8, 4, 1, 2], [10, 5, 0, 7, 2]]
 LONG = IDS, SHORTER  # two steps: what remains of the first would make the second wrong
@@ -211,7 +210,10 @@ def first_difference(right, found, line_of):
             when, function, line, text = pair[1].error
             where = True, function, line, "", "forward", ""
             differences.append(Difference(when, rank, *where, NO_ERROR, text, ""))
-    return min(differences, key=lambda d: d.time, default=None)
+    first = min(differences, key=lambda d: d.time, default=None)
+    # Ranks that go wrong at the same step do so in any order: the lowest is named
+    at = first and (first.right_place, first.line, first.name)
+    return next((d for d in differences if (d.right_place, d.line, d.name) == at), None)
 
 
 def original(path):

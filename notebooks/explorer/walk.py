@@ -16,7 +16,7 @@ import pp
 from labs.break_it import BUGS
 from labs.walk.compare import OneDevice, badge, close, key
 from labs.walk.record import ROOT, Setting, Source, Unfilled, record
-from labs.walk.where import Pair, in_words
+from labs.walk.where import first_difference, in_words
 
 IDS = [[5, 1, 6, 3], [7, 3, 0, 4]]  # of both halves of the vocabulary; 2 is padding
 SMALL = "llama", 4, 8, 1, 2, 2, 8, False  # a layer of hidden 4, with 2 heads of 2 numbers
@@ -355,51 +355,44 @@ def timeline(setting):
     return [[rank, str(action), begin, end] for rank, action, begin, end in rows]
 
 
-def packed(script, pack, name, world, setting, odd):
+def packed(script, pack, ranks, one, setting, only=None):
+    """Recordings as the page reads them, the places of its steps in each, and what is odd."""
+    run = {"P": len(ranks), "ends": None, "spans": [], "timeline": [], "marks": []}
+    if script == "pp":
+        run["tracks"], places, odd = packed_apart(ranks, one, pack)
+        run["ends"], run["timeline"] = clock(run["tracks"]), timeline(setting)
+        for rank, (recording, of) in enumerate(zip(ranks, places)):
+            run["spans"] += spans(recording, of, rank)
+        run["calls"] = [pack.calls(r) for r in ranks]
+    else:
+        sharing = max(1, len(ranks) // setting.model[5])
+        steps, of, odd = packed_together(ranks, one, pack, sharing, only)
+        run["tracks"], places, run["calls"] = [steps], [of], [pack.calls(ranks[0])]
+        run["marks"] = landmarks(ranks[0], of, pack.source)
+    return run, places, odd
+
+
+def right_run(script, pack, name, world, setting, odd):
     """One run, as the page reads it, and what it was made of."""
     path = ROOT / f"{script}.py"
     ranks, (one,) = record(path, world, setting), record(path, 1, setting)
-    run = {"P": world, "ends": None, "spans": [], "timeline": []}
+    only = ONE_BLOCK if name == "shared" else None
+    run, places, found = packed(script, pack, ranks, one, setting, only)
     if script == "pp":
-        run["tracks"], places, found = packed_apart(ranks, one, pack)
-        run["ends"] = clock(run["tracks"])
-        run["timeline"] = timeline(setting)
-        run["marks"] = []
-        for rank, (recording, of) in enumerate(zip(ranks, places)):
-            run["spans"] += spans(recording, of, rank)
-            for i, phase, words in landmarks(recording, of, pack.source):
-                if phase == "e" and rank == 0:
-                    run["marks"].append([run["ends"][0][i], phase, words])
-        run["calls"] = [pack.calls(r) for r in ranks]
-    else:
-        sharing = max(1, world // setting.model[5])
-        only = ONE_BLOCK if name == "shared" else None
-        steps, of, found = packed_together(ranks, one, pack, sharing, only)
-        run["tracks"], places, run["calls"] = [steps], [of], [pack.calls(ranks[0])]
-        run["marks"] = landmarks(ranks[0], of, pack.source)
+        marks = landmarks(ranks[0], places[0], pack.source)
+        run["marks"] = [[run["ends"][0][i], p, words] for i, p, words in marks if p == "e"]
     odd.setdefault(script, {}).update(found)
-    return run, ranks, one, places
+    return run, ranks, one
 
 
-def broken(script, pack, bug, right, ranks, one, setting):
+def broken(script, pack, bug, ranks, one, setting):
     """A run with a bug of break_it.py, and the step at which it goes wrong; None: nowhere here."""
     found = record(ROOT / f"{script}.py", len(ranks), setting, bug)
     lines = {line: line for line in range(1, len(pack.source.lines) + 1)}
-    firsts = [Pair(rank, *pair, lines).first() for rank, pair in enumerate(zip(ranks, found))]
-    if not any(firsts) or any(r.error for r in found):
+    first = first_difference(ranks, found, lines)
+    if first is None or any(r.error for r in found):
         return None
-    first = min((f for f in firsts if f), key=lambda f: f.time)
-    run = {"P": len(found), "ends": None, "spans": [], "timeline": right["timeline"], "marks": []}
-    if script == "pp":
-        run["tracks"], places, _ = packed_apart(found, one, pack)
-        run["ends"] = clock(run["tracks"])
-        run["calls"] = [pack.calls(r) for r in found]
-        for rank, (recording, of) in enumerate(zip(found, places)):
-            run["spans"] += spans(recording, of, rank)
-    else:
-        steps, of, _ = packed_together(found, one, pack)
-        run["tracks"], places, run["calls"] = [steps], [of], [pack.calls(found[0])]
-        run["marks"] = landmarks(found[0], of, pack.source)
+    run, places, _ = packed(script, pack, found, one, setting)
     track = first.rank if script == "pp" else 0
     at = next(s for s in found[first.rank].steps if s.time >= first.time)
     at = found[first.rank].steps.index(at)
@@ -431,10 +424,10 @@ def walk(scripts=tuple(BUGS), bugs=True):
     for script in scripts:
         pack, told, broken_runs = Pack(script), {}, {}
         for name, (world, setting) in runs(script).items():
-            told[name], *made = packed(script, pack, name, world, setting, odd)
+            told[name], *made = right_run(script, pack, name, world, setting, odd)
             if name in ("none", "1f1b-none"):
                 for bug in BUGS[script] if bugs else ():
-                    run = broken(script, pack, bug, told[name], *made[:2], setting)
+                    run = broken(script, pack, bug, *made, setting)
                     if run:
                         broken_runs[bug] = without_common_start(run, told[name])
         data[script] = {"functions": pack.functions, "lines": pack.lines, "kinds": KINDS}
