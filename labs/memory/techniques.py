@@ -239,6 +239,22 @@ def check_chunks(script, model, group, args, chunks):
         raise script.UsageError(f"--head-chunks {chunks}: use {use}")
 
 
+def join_tiles(pipeline):
+    """zb: let a microbatch wait for its W as one pair of x and dy in each linear, not one a tile."""
+    backward = pipeline.backward
+
+    def backward_and_join(action, received):
+        waiting = [len(linear.pending) for linear in pipeline.deferred]
+        dx = backward(action, received)
+        for linear, before in zip(pipeline.deferred, waiting):
+            tiles = [linear.pending.pop() for _ in range(len(linear.pending) - before)]
+            tiles = [[tensor.flatten(0, -2) for tensor in tile] for tile in tiles]  # (tokens, any)
+            linear.pending.append(tuple(map(torch.cat, zip(*tiles))))
+        return dx
+
+    pipeline.backward = backward_and_join
+
+
 def save_memory(script, model, group, args, recompute, tile=None, chunks=1, hooks=save_on_cpu):
     """Recomputation, tiles and chunks of heads, for the model that a script made, in place.
 
@@ -266,6 +282,7 @@ def save_memory(script, model, group, args, recompute, tile=None, chunks=1, hook
     if tile is not None and hasattr(model, "pipeline"):  # each stage is a decoder of its own
         for stage in model.pipeline.stages.values():
             lab10.tile_norm(stage.decoder, tile)
+        join_tiles(model.pipeline)
 
 
 def added_traffic(strategy, layers, size, recomputed, tiles=1, chunks=1):
