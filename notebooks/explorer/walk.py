@@ -417,7 +417,7 @@ def without_common_start(run, right):
     return run
 
 
-def walk(scripts=tuple(BUGS), bugs=True):
+def walk(scripts=tuple(BUGS)):
     """{script: gzipped JSON in base64, which the page unpacks when it is first shown}, and for the
     questions and tests the same plainly, with what is no known tensor under "odd"."""
     data, odd = {}, {}
@@ -426,7 +426,7 @@ def walk(scripts=tuple(BUGS), bugs=True):
         for name, (world, setting) in runs(script).items():
             told[name], *made = right_run(script, pack, name, world, setting, odd)
             if name in ("none", "1f1b-none"):
-                for bug in BUGS[script] if bugs else ():
+                for bug in BUGS[script]:
                     run = broken(script, pack, bug, *made, setting)
                     if run:
                         broken_runs[bug] = without_common_start(run, told[name])
