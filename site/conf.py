@@ -69,7 +69,7 @@ def front(root, readme):
     listed = "\n".join(file.read_text() for file in root.glob("labs/*/mistakes.txt"))
     bugs = sum(len(names.split(",")) for names in bugs) + len(re.findall("^bug ", listed, re.M))
     question = (root / "site/question.html").read_text()
-    scale = f"{len(labs)} labs, {exercises} exercises, {bugs} bugs to plant and to see caught"
+    scale = f"{len(labs)} labs, {exercises} exercises, {bugs} bugs to plant and watch being caught"
     readme = readme.replace("A laptop is enough:", f"\n{scale}. A laptop is enough:", 1)
     block = f"```{{raw}} html\n{question}```"
     readme = re.sub("<!-- on GitHub -->.*?<!-- end -->", lambda _: block, readme, flags=re.S)

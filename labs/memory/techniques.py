@@ -240,7 +240,7 @@ def check_chunks(script, model, group, args, chunks):
 
 
 def join_tiles(pipeline):
-    """zb: let a microbatch wait for its W as one pair of x and dy in each linear, not one a tile."""
+    """zb: a microbatch waits for its W as one pair of x and dy in each linear, not one a tile."""
     backward = pipeline.backward
 
     def backward_and_join(action, received):
