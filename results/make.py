@@ -455,8 +455,8 @@ def proved_table(part):
         total = step["caught"] + step["equivalent"] + len(step["survived"])
         told.append(
             f"of {total:,} small changes to the scripts {step['caught']:,} are caught, "
-            f"{step['equivalent']} stand in tests/survivors.txt with the reason why not, "
-            f"{len(step['survived'])} survive ({said['mutants']})"
+            f"{step['equivalent']} stand in tests/survivors.txt with the reason, "
+            f"and {len(step['survived'])} survive ({said['mutants']})"
         )
     if step := steps.get("slow"):
         total, failed = sum(step["tests"].values()), len(step["failed"])
@@ -467,7 +467,7 @@ def proved_table(part):
     if step := steps.get("oldest_torch"):
         fare = "pass" if step["passed"] else "do not pass"
         told.append(f"the quick tests {fare} with torch {step['torch']} ({said['oldest_torch']})")
-    return f"Run whole, for hours (`make prove`): {'; '.join(told)}.\n"
+    return f"`make prove` takes hours. Its last results: {'; '.join(told)}.\n"
 
 
 TABLES = {"lengths": lengths_table, "cpu": cpu_table, "gpu": gpu_table, "limits": limits_table}
