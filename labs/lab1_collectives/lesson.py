@@ -1,11 +1,11 @@
-"""Lab 1. Collectives from send and receive alone: adding, gathering, exchanging, and what it costs.
+"""Lab 1. Collectives from send and receive alone: adding, gathering, exchanging, and the cost.
 
 Question: every rank holds n bytes of gradient and wants the sum of all of them. Rank 0 could
 collect, add and send back, but then 2 (P-1) n bytes go through one wire. How does everyone get the
 sum, with all wires equally busy?
 
 Idea: cut x into P chunks and pass them around a ring; at any time every rank sends one chunk to the
-next rank and receives one from the previous. P = 3, xr[c] is chunk c of rank r:
+next rank and receives one from the previous. With P = 3 (xr[c] is chunk c of rank r):
 
     reduce-scatter   x (n, ...) -> (n/P, ...)     chunk c leaves rank c + 1 and ends on rank c
                              step 1                      step 2
@@ -13,8 +13,8 @@ next rank and receives one from the previous. P = 3, xr[c] is chunk c of rank r:
       chunk 1:     rank 2 --x2[1]-->  rank 0 --x2[1]+x0[1]-->  rank 1: x2[1]+x0[1]+x1[1]
       chunk 2:     rank 0 --x0[2]-->  rank 1 --x0[2]+x1[2]-->  rank 2: x0[2]+x1[2]+x2[2]
 
-    all-gather       (n/P, ...) -> (n, ...)       the same ring: all keep what passes
-    all-reduce       x (n, ...) -> (n, ...)       the one, then the other
+    all-gather       (n/P, ...) -> (n, ...)       the same ring; every rank keeps what passes
+    all-reduce       x (n, ...) -> (n, ...)       the first, then the second
     all-to-all       (n, ...) -> (n, ...)         chunk c of rank r becomes chunk r of rank c
 
     operation        steps       bytes that each rank sends; n bytes is the whole message
@@ -24,8 +24,8 @@ next rank and receives one from the previous. P = 3, xr[c] is chunk c of rank r:
     all-to-all       P - 1       (P-1)/P n            n: the rank's own input
 
 A step costs a + b m seconds for m bytes: latency and bandwidth. The run measures a and b and
-predicts the all-reduce from them. Last, collectives that run in the background: what a result read
-too early looks like.
+predicts the all-reduce from them. Last, it starts collectives in the background and shows what
+a result read too early holds.
 
     python labs/lab1_collectives/lesson.py                 # it starts its own ranks
     python labs/lab1_collectives/lesson.py --ranks 2 --plot time.png --json lab1.json
@@ -63,11 +63,11 @@ def chunk_sizes(n, world):
 def exchange(x, to, source, shape, group):
     """Send x to rank `to` while receiving a tensor of that shape from rank `source`, and return it.
 
-    It must not matter in which order the ranks come here, or how large x is. A blocking dist.send
-    returns when its message has been taken: if all ranks send first, nobody takes, and all wait for
-    ever. So start both (dist.isend and dist.irecv, or dist.batch_isend_irecv), then wait for both.
-    x need not be contiguous (what is sent has to be). `to` and `source` are numbers within the
-    group, which torch calls group_dst, group_src and, in P2POp, group_peer.
+    It must not matter in which order the ranks come here, or how large x is. A blocking
+    dist.send returns when its message is received: if all ranks send first, none receives and
+    all wait for ever. So start both (dist.isend, dist.irecv, or dist.batch_isend_irecv), then
+    wait for both. x need not be contiguous (what is sent has to be). `to` and `source` count
+    within the group (in torch group_dst, group_src and, in P2POp, group_peer).
     """
     # exercise: exchange
     received = x.new_empty(shape)
@@ -85,8 +85,8 @@ def ring_reduce_scatter(x, group):
     """This rank's chunk of the sum of all ranks' x: (n, ...) -> (chunk_sizes[rank], ...).
 
     P - 1 exchanges with the neighbours: see the picture at the top. Chunk c sets out from rank c +
-    1, so this rank first sends chunk rank - 1; what it receives it adds to its own and sends on in
-    the next step. x stays as it is. n may be any number, smaller than P too (chunks may be empty).
+    1, so this rank first sends chunk rank - 1; it adds what comes to its own and sends the sum
+    on next. x stays as it is. n may be any number, even below P (chunks may be empty).
     """
     rank, P = group.rank(), group.size()
     chunks = x.split(chunk_sizes(len(x), P))  # views of x
@@ -119,7 +119,7 @@ def ring_all_gather(shard, n, group):
 def ring_all_reduce(x, group):
     """The sum of all ranks' x, (n, ...) -> (n, ...), the same bits on every rank; x stays as it is.
 
-    2 (P-1) exchanges, 2 (P-1)/P of x sent: made of what you have.
+    It takes 2 (P-1) exchanges and sends 2 (P-1)/P of x. Build it from what you have.
     """
     # exercise: all_reduce
     return ring_all_gather(ring_reduce_scatter(x, group), len(x), group)
@@ -127,12 +127,12 @@ def ring_all_reduce(x, group):
 
 
 def all_to_all(x, sends, receives, group):
-    """Rows to the ranks that they are for: (sum(sends), ...) -> (sum(receives), ...).
+    """Send each row of x to its rank: (sum(sends), ...) -> (sum(receives), ...).
 
     The first sends[0] rows of x go to rank 0, the next sends[1] to rank 1, ...; receives[r] rows
     come from rank r and stand in the result in the order of the ranks. (dist.all_to_all_single;
-    Ulysses sends heads this way, a mixture of experts its tokens.) P - 1 exchanges: in step s with
-    the ranks s places ahead and s places behind. What this rank keeps is not sent.
+    Ulysses sends heads this way, a mixture of experts its tokens.) Exchange s of P - 1 sends s
+    places ahead and receives from s places behind. What this rank keeps is not sent.
     """
     rank, P = group.rank(), group.size()
     # exercise: all_to_all
@@ -168,7 +168,7 @@ class AllGather(torch.autograd.Function):
 class ReduceScatter(torch.autograd.Function):
     """ring_reduce_scatter(x, group) with its gradient, (chunk_sizes[rank], ...) -> (n, ...).
 
-    Every row of x is added to a sum that one rank holds; that rank has the gradient of it.
+    Every row of x is added to a sum that one rank holds; that rank has the sum's gradient.
     """
 
     @staticmethod
@@ -209,8 +209,8 @@ def linear_backward(x, weight, grad, group):
     x (b, i) is the same on every rank, weight (o/P, i) and grad = dy (b, o/P) are the rank's own.
     dx (b, i) is the sum of all ranks' grad @ weight, dw (o/P, i) = grad.T @ x needs no other rank.
     So the sum of dx (dist.all_reduce with async_op=True, which returns work at once) has to be
-    under way while dw is computed, and complete (work.wait()) when they are returned. Megatron-LM
-    hides most of tensor parallelism's backward traffic like this.
+    under way while dw is computed, and complete (work.wait()) when both are returned.
+    Megatron-LM hides most of tensor parallelism's backward traffic like this.
     """
     # exercise: overlap
     dx = grad @ weight

@@ -14,8 +14,8 @@ ranks:
       y (b, s, h)      on both ranks        y (b, s/2, h)    half of the tokens each
 
 Columns first, rows second: gelu needs no communication between them. (Columns and rows are those of
-the paper's x W; torch keeps W transposed, as (out, in).) The functions at the edges come in pairs,
-each the other's mirror image in the backward:
+the paper's x W; torch keeps W transposed, as (out, in).) The functions at the edges come in
+pairs: one's forward is the other's backward.
 
     region function                forward           backward          message
     copy_to_tp_region              nothing           all-reduce        (b, s, h)
@@ -23,13 +23,13 @@ each the other's mirror image in the backward:
     gather_from_sp_region          all-gather        reduce-scatter    (b, s, h)
     reduce_scatter_to_sp_region    reduce-scatter    all-gather        (b, s, h)
 
-The vocabulary is cut by tokens. A rank looks up the tokens whose rows it holds, zeros stand for the
-others, and a sum puts them together. The logits (b, s, v/P) are never gathered: with q the
-distribution wanted of the model (1 at the target, or smoothed) and x the logits of a token,
+The vocabulary is cut by tokens. A rank looks up the tokens whose rows it holds and takes zeros
+for the others; a sum over the ranks completes them. The logits (b, s, v/P) are never gathered.
+With x a token's logits, and q what softmax(x) should be (1 at the target, or smoothed),
 
     loss = log(sum of exp(x)) - sum of q x           d loss / d x = softmax(x) - q
 
-and each of the sums is a sum of P partial sums: two all-reduces, three numbers a token instead of
+and each sum is a sum of P partial sums: two all-reduces send three numbers a token instead of
 v.
 
     python labs/lab2_megatron_layers/lesson.py                 # checks and experiments
@@ -92,7 +92,7 @@ class CopyToTPRegion(torch.autograd.Function):
     """Forward x as it is, backward the sum of the ranks' gradients (Megatron's f).
 
     x (b, s, h), whole on every rank, enters layers of which each rank holds a part. grad (b, s, h)
-    is what came back through this rank's part alone. Tensors that are given are not written to.
+    is what came back through this rank's part alone. Write to no tensor that is given.
     """
 
     @staticmethod
@@ -112,8 +112,8 @@ class CopyToTPRegion(torch.autograd.Function):
 class ReduceFromTPRegion(torch.autograd.Function):
     """Forward the sum of the ranks' x, backward the gradient as it is (Megatron's g).
 
-    x (b, s, h) is this rank's partial sum. y is x plus what others brought: the gradient of x is
-    that of y, and every rank has it.
+    x (b, s, h) is this rank's partial sum. y is x plus the other ranks' partial sums, so the
+    gradient of x is that of y, and every rank has it.
     """
 
     @staticmethod
@@ -132,8 +132,8 @@ class ReduceFromTPRegion(torch.autograd.Function):
 class GatherFromSPRegion(torch.autograd.Function):
     """Forward all tokens (b, s, h), backward the sum of all gradients for own tokens (b, s/P, h).
 
-    Megatron's g: x (b, s/P, h) is the rank's tokens, as many on each. Every rank
-    goes on with all of them, so each has a part of the gradient of each.
+    Megatron's g: x (b, s/P, h) is the rank's tokens, equally many on each rank. Every rank
+    computes with all tokens, so every rank has a part of each token's gradient.
     """
 
     @staticmethod
@@ -154,8 +154,8 @@ class ReduceScatterToSPRegion(torch.autograd.Function):
     """Forward own tokens (b, s/P, h) of the sum of all x, backward the gradient of all tokens.
 
     Megatron's g-bar: x (b, s, h) is this rank's partial sum for all tokens, and so its
-    gradient is (b, s, h). P need not divide s = ctx.length: reduce_scatter() then puts zeros behind
-    the last token, whose gradient belongs to nobody.
+    gradient is (b, s, h). P need not divide s = ctx.length: reduce_scatter() then puts zeros
+    behind the last token, and their gradient is dropped.
     """
 
     @staticmethod
@@ -203,8 +203,8 @@ class GatheredLinear(torch.autograd.Function):
 
     x (b, s/P, in), weight (out/P, in), bias (out/P) or None -> (b, s, out/P). Autograd would keep
     the gathered (b, s, in) for the gradient of the weight; here the backward gathers x again.
-    Megatron-LM's LinearWithGradAccumulationAndAsyncCommunication does, and hides the messages
-    behind its matmuls.
+    Megatron-LM's LinearWithGradAccumulationAndAsyncCommunication does so, too, and hides the
+    messages behind its matmuls.
     """
 
     @staticmethod
@@ -235,8 +235,8 @@ class ColumnParallelLinear(nn.Module):
     """A linear layer of which each rank computes some of the output features (Megatron-LM).
 
     weight (out/P, in), bias (out/P) or None. x (b, s, in), the same on every rank, -> (b, s,
-    out/P); under sequence parallelism x is the rank's tokens (b, s/P, in), and the output still of
-    all of them.
+    out/P); under sequence parallelism x is the rank's tokens (b, s/P, in), and the output
+    still covers all s tokens.
     """
 
     def __init__(self, weight, bias, group, sequence_parallel):
@@ -264,14 +264,14 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """A linear layer of which each rank reads some of the input features (Megatron-LM).
 
-    weight (out, in/P); bias (out) on rank 0, None on the others. x (b, s, in/P), what a column
-    parallel layer puts out, -> (b, s, out), the same on every rank; under sequence parallelism the
-    rank's tokens (b, s/P, out).
+    weight (out, in/P); bias (out) on rank 0, None on the others. x (b, s, in/P), a column
+    parallel layer's output, -> (b, s, out), the same on every rank; under sequence parallelism
+    -> (b, s/P, out), the rank's tokens.
 
     The bias is added once: by rank 0 and before the sum, as in Nanotron. Its gradient is then
     complete with and without sequence parallelism. Megatron-LM adds it on every rank after the sum;
-    under sequence parallelism each rank's bias then sees its own tokens only, and the gradients are
-    summed afterwards.
+    under sequence parallelism a rank's bias gradient then covers its own tokens only, so the
+    ranks' are summed afterwards.
     """
 
     def __init__(self, weight, bias, group, sequence_parallel):
@@ -315,8 +315,8 @@ def vocab_range(vocab, rank, world):
 class VocabParallelEmbedding(nn.Module):
     """Rows [start, end) of an nn.Embedding (Megatron-LM). weight (v/P, h).
 
-    ids (b, s), the same on every rank, -> (b, s, h); under sequence parallelism the rank's tokens
-    (b, s/P, h), by a reduce-scatter instead of the all-reduce: half of the bytes on the wire.
+    ids (b, s), the same on every rank, -> (b, s, h); under sequence parallelism the output is
+    the rank's tokens (b, s/P, h), from a reduce-scatter: half of the all-reduce's wire bytes.
     """
 
     def __init__(self, weight, vocab, padding_idx, group, sequence_parallel):
@@ -337,9 +337,9 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, ids):
         """Look up the ids that this rank holds, let the others be zero, and sum over the ranks.
 
-        F.embedding(rows, weight, padding_idx) wants rows of this rank's weight.
+        F.embedding(rows, weight, padding_idx) wants row numbers in this rank's weight.
         """
-        if ((ids < 0) | (ids >= self.vocab)).any():  # no rank would hold it: silently a zero
+        if ((ids < 0) | (ids >= self.vocab)).any():  # no rank holds it: zeros, silently
             raise IndexError(f"a token is not in [0, {self.vocab})")
         # exercise: vocab_parallel_embedding
         elsewhere = (ids < self.start) | (ids >= self.end)
@@ -351,10 +351,10 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def shard_offset(logits, group):
-    """(start, vocab): the token of this rank's first column, and how many tokens all ranks have.
+    """(start, vocab): the token id of the rank's first column, the size of the vocabulary.
 
-    One all-reduce of P whole numbers, because the loss is given nothing but the shard. A trainer
-    knows.
+    It takes one all-reduce of P integers, because the loss is given only the shard. A trainer
+    knows both.
     """
     widths = torch.zeros(group.size(), dtype=torch.int64, device=logits.device)
     widths[group.rank()] = logits.shape[-1]
@@ -366,8 +366,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     """loss = log(sum of exp(x)) - sum of q x, a token's logits x cut over the ranks (Megatron-LM).
 
     logits (..., v/P), columns [start, start + v/P) of v; target (...). Returns the loss of each
-    token (...), the same on every rank. q, what the model should say, is 1 - smoothing at the
-    target plus smoothing / v everywhere: torch's definition. Its sum over the vocabulary is 1,
+    token (...), the same on every rank. q, the wanted probabilities, is 1 - smoothing at the
+    target plus smoothing / v everywhere (as in torch). Its sum over the vocabulary is 1,
     whatever P is.
     """
 
@@ -375,10 +375,10 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(ctx, logits, target, start, vocab, group, smoothing):
         """Find column, elsewhere, peak, sum_exp and wanted, all of them (...).
 
-        column (int64) is the target's in this shard, 0 where another rank holds it (elsewhere,
-        bool); peak the largest logit of the whole vocabulary, taken off every logit so that exp()
-        stays finite; sum_exp the sum of exp(x - peak) and wanted that of q (x - peak), over the
-        whole vocabulary. A logit may be minus infinity where nothing is smoothed.
+        elsewhere (bool): another rank holds the target. column (int64): the target's in this
+        shard, 0 if elsewhere. peak: the largest logit of all v, taken off every logit so that
+        exp() stays finite. sum_exp, wanted: the sums of exp(x - peak) and of q (x - peak) over
+        all v. With smoothing 0 a logit may be minus infinity.
         """
         wide = logits.to(
             torch.promote_types(logits.dtype, torch.float32)

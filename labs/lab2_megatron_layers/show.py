@@ -210,9 +210,9 @@ def experiment(lab, args):
 
 
 PREDICT = (
-    f"of x (1, {{length}}, {HIDDEN}) in float32, how many bytes does rank 0 of 3 keep for the "
-    "backward under sequence parallelism where x is gathered again?",
-    "4 bytes x ceil(s/P) tokens x h: its own tokens, with those that fill up",
+    f"how many bytes of x (1, {{length}}, {HIDDEN}), float32, does rank 0 of 3 keep for the "
+    "backward under sequence parallelism, if the backward gathers x again?",
+    "4 bytes x ceil(s/P) tokens x h: its own tokens, with the padding",
     lambda results: next(
         row["kept_x"] for row in results["mlp"] if row["ranks"] == 3 and row["way"] == SP_AGAIN
     ),

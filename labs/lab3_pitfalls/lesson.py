@@ -1,7 +1,7 @@
 """Lab 3: Pitfalls. Sixteen ways to get parallel training wrong, each beside the right way.
 
 The question: a parallel model runs and its loss looks right. Is it right? Mostly the loss cannot
-tell. Here are the places of one training step where people fall, P ranks, s tokens, h features:
+tell. Here are a training step's places where people fall, with P ranks, s tokens, h features:
 
     setting up          weights (out, h) cut to (out/P, h)  transposed_weights, copy_without_no_grad
                         parallelize_module                  parallelize_order, untied_weights
@@ -23,9 +23,9 @@ tell. Here are the places of one training step where people fall, P ranks, s tok
                                                             stale_result
 
 Each pitfall NAME is a pair: wrong_NAME as people write it, right_NAME, which is the exercise. The
-experiment lets both loose, most of them in a real LLaMA (Hugging Face's, tiny, 2 ranks), and
-measures two things: how far the loss is from that of one device, and how far the gradient is. The
-distance between the two is the lesson.
+experiment runs both, most of them in a real LLaMA (Hugging Face's, tiny, 2 ranks), and
+measures how far the loss is from one device's, and how far the gradient is from one device's.
+The distance between the two is the lesson.
 
 What they cost: four raise, one hangs, one misleads a clock, one costs only traffic (2.5 times the
 backward's all-reduces), and nine silently train a model that is not the one you meant.
@@ -110,11 +110,11 @@ def shift(labels):
 
 
 def wrong_transposed_weights(weight, rank, world):
-    """Cuts columns, as if torch kept a weight as (in, out), and turns the piece over until it fits.
+    """Cuts columns, as if torch kept a weight as (in, out), and transposes the piece to fit.
 
-    A square matrix (q_proj; k and v too without GQA) fits without complaint: half of the wrong
-    features, of the same size and spread. Any other raises "mat1 and mat2 shapes cannot be
-    multiplied".
+    A square matrix (q_proj; k and v too without GQA) fits without complaint: its piece holds
+    half of the wrong features, in numbers of the same size. Any other raises "mat1 and mat2
+    shapes cannot be multiplied".
     """
     return weight.chunk(world, dim=1)[rank].T.contiguous()
 
@@ -122,8 +122,8 @@ def wrong_transposed_weights(weight, rank, world):
 def right_transposed_weights(weight, rank, world):
     """A rank's output features of a linear layer: (out, in) -> (out/P, in), a tensor of its own.
 
-    nn.Linear computes x @ weight.T, so dim 0 of weight is the output (column parallel, in
-    Megatron's words, which thinks of x @ A) and dim 1 the input (row parallel). Where P does not
+    nn.Linear computes x @ weight.T, so dim 0 of weight is the output (column parallel in
+    Megatron, which writes x @ A) and dim 1 is the input (row parallel). Where P does not
     divide out, the first ranks hold one row more. A view would keep the whole matrix in memory.
     Source: torch.nn.Linear; ColumnParallelLinear in Megatron's tensor_parallel/layers.py.
     """
@@ -133,7 +133,7 @@ def right_transposed_weights(weight, rank, world):
 
 
 def wrong_copy_without_no_grad(parameter, value):
-    """Writes into a parameter in the open.
+    """Writes into a parameter while autograd records.
 
     "A leaf Variable that requires grad is being used in an in-place operation": autograd would have
     to record a step that overwrites the very thing to be differentiated.
@@ -142,7 +142,7 @@ def wrong_copy_without_no_grad(parameter, value):
 
 
 def right_copy_without_no_grad(parameter, value):
-    """Puts a shard's values into a parameter that exists: the same Parameter, still trained.
+    """Puts a shard's values into an existing Parameter, which the optimizer still trains.
 
     A new Parameter would be unknown to an optimizer that already holds the old one, and `.data =
     value` would share memory with value. Source: PyTorch's "Autograd mechanics", in-place
@@ -155,20 +155,20 @@ def right_copy_without_no_grad(parameter, value):
 
 
 def wrong_parallelize_order(model, mesh, plan, weights):
-    """Cuts the model where it was built and moves it then: the shards have nothing in them to move.
+    """Cuts the model where it was built, then moves it: its shards hold no values to move.
 
-    The other device is here `meta`, the one that every machine has.
+    It was built on `meta`, because every machine has that device.
     """
     return parallelize_module(model, mesh, plan).to(mesh.device_type)
 
 
 def right_parallelize_order(model, mesh, plan, weights):
-    """A model on the meta device, cut by plan, on mesh's device, with its weights in it.
+    """Takes a model on the meta device to mesh's device: with its weights, cut by plan.
 
-    weights: {name: whole tensor}. Memory on the device, then the weights, then parallelize_module:
-    it is a collective call (rank 0's weights are scattered), so every rank has to arrive, and with
-    the weights. torchtitan cuts first and fills then, from a checkpoint that knows DTensors; plain
-    weights have to come before.
+    weights: {name: whole tensor}. First memory on the device, then the weights, then
+    parallelize_module: that is a collective call (it scatters rank 0's weights), so every rank
+    has to come to it with the weights loaded. torchtitan cuts first and fills then, from a
+    checkpoint that knows DTensors; plain weights must come first.
     """
     # exercise: parallelize_order
     model.to_empty(device=mesh.device_type)
@@ -178,7 +178,7 @@ def right_parallelize_order(model, mesh, plan, weights):
 
 
 def wrong_untied_weights(model, mesh, plan):
-    """parallelize_module on a model whose head is its embedding: afterwards they are two.
+    """parallelize_module on a model whose head is its embedding: then they are two tensors.
 
     The first loss is exactly right: both still hold the same numbers. But the embedding's gradient
     lacks the head's part, so from the first step on they drift apart, and both take memory.
@@ -189,7 +189,7 @@ def wrong_untied_weights(model, mesh, plan):
 def right_untied_weights(model, mesh, plan):
     """Cuts a model by plan; it has get_input_embeddings() and get_output_embeddings(), as HF's do.
 
-    If their weights were one Parameter before, they are one afterwards; if not, not. Source:
+    If their weights were one Parameter before, they are one afterwards; two stay two. Source:
     _allreduce_word_embedding_grads in Megatron's finalize_model_grads.py, for the same thing over
     pipeline stages; tied_parameters.py in Nanotron; TiedLayerSpec in DeepSpeed.
     """
@@ -211,8 +211,8 @@ def right_untied_weights(model, mesh, plan):
 def wrong_f_per_projection(block, group):
     """An f at each column parallel matrix: q, k, v, gate and up reduce one by one.
 
-    All is right, with 5 all-reduces a layer in the backward where 2 would do. No number but the
-    traffic shows it.
+    All values are right, but the backward has 5 all-reduces a layer where 2 are enough. Only
+    the traffic shows it.
     """
     for name, linear in block.named_children():
         if name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
@@ -224,10 +224,10 @@ def wrong_f_per_projection(block, group):
 def right_f_per_projection(block, group):
     """Changes block.forward so that its hidden_states (b, s, h) go through one f.
 
-    HF calls the MLP with hidden_states by position and attention with hidden_states=. The gradients
-    of q, k and v add up on the rank first, for nothing, and then one sum over the ranks is enough.
-    Source: Megatron-LM (arXiv 1909.08053), figure 3: one f a block, its q, k and v being one
-    matrix.
+    HF calls the MLP with hidden_states by position and attention with hidden_states=. The
+    gradients of q, k and v first add up on the rank, without a message; then one sum over the
+    ranks is enough. Source: Megatron-LM (arXiv 1909.08053), figure 3 (one f a block, where q,
+    k and v are one matrix).
     """
     inner = block.forward
 
@@ -240,20 +240,20 @@ def right_f_per_projection(block, group):
 
 
 def wrong_returned_tuples(out, group):
-    """Sums out[0]: attention's output, but of the MLP, which returns no tuple, the first sequence.
+    """Sums out[0]: attention's output, but only one sequence of the MLP's, which is no tuple.
 
-    With a batch of 1 it is right. With more the others silently keep one rank's partial sum.
+    With a batch of 1 it is right. In larger ones the other sequences silently stay partial.
     """
     dist.all_reduce(out[0].detach(), group=group)
     return out
 
 
 def right_returned_tuples(out, group):
-    """What a block returns, its partial sum (b, s, h) summed over the ranks by g.
+    """A block's return value, with its partial sum (b, s, h) summed over the ranks by g.
 
-    HF's attention returns (output, weights), its MLP the output alone; the rest of a tuple stays as
-    it is, and so does the tensor given. Backward: dy as it is, for every rank's part entered the
-    sum once. Source: LlamaAttention.forward in modeling_llama.py.
+    HF's attention returns (output, weights), its MLP returns the output alone. The rest of a
+    tuple and the tensor given stay as they are. The backward passes dy on, because every
+    rank's part entered the sum once. Source: LlamaAttention.forward in modeling_llama.py.
     """
     # exercise: returned_tuples
     if isinstance(out, tuple):
@@ -284,9 +284,9 @@ class Recompute(torch.autograd.Function):
 
 
 def wrong_autograd_kwargs(block, x, **kwargs):
-    """Hands the block's keywords on to apply(): a TypeError, for it does not take them.
+    """Hands the block's keywords on to apply(), which takes none: a TypeError.
 
-    The usual way out, the dict as one argument, runs. But autograd does not look into a dict.
+    The usual way out, to hand over the dict, runs. But autograd does not look into a dict.
     """
     return Recompute.apply(block, {}, [], x, **kwargs)
 
@@ -294,9 +294,9 @@ def wrong_autograd_kwargs(block, x, **kwargs):
 def right_autograd_kwargs(block, x, **kwargs):
     """block(x, **kwargs) by way of Recompute; every tensor among kwargs gets its gradient.
 
-    HF calls its layers by keywords: tensors (position_embeddings' cos and sin, a mask) and plain
-    values. Source: "Extending PyTorch", torch.autograd.Function; CheckpointFunction in Megatron's
-    tensor_parallel/random.py takes its inputs by position.
+    HF calls its layers with keywords, both tensors (position_embeddings' cos and sin, a mask)
+    and plain values. Source: "Extending PyTorch", torch.autograd.Function; CheckpointFunction
+    in Megatron's tensor_parallel/random.py takes its inputs by position.
     """
     # exercise: autograd_kwargs
     names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
@@ -306,18 +306,18 @@ def right_autograd_kwargs(block, x, **kwargs):
 
 
 def wrong_retain_grad(received, dtype):
-    """Wants a gradient of what came in, and casts: no leaf any more, its .grad stays None.
+    """Asks for a gradient, then casts: the result is no leaf, and its .grad stays None.
 
-    requires_grad_() on it changes nothing, and says nothing. Where the dtypes agree, .to() returns
-    the tensor itself and all is well: it breaks with bfloat16.
+    requires_grad_() on the result silently changes nothing. Where the dtypes agree, .to()
+    returns the tensor itself and all is well; with bfloat16 it breaks.
     """
     return received.requires_grad_().to(dtype).requires_grad_()
 
 
 def right_retain_grad(received, dtype):
-    """What recv filled as the stage's input, in dtype; its .grad is what to send back.
+    """The tensor that recv filled, in dtype, as the stage's input; its .grad is sent back.
 
-    Either a tensor inside the graph that keeps its gradient, or a new leaf: both will do.
+    It may be a tensor inside the graph that keeps its gradient, or a new leaf.
     Source: Tensor.retain_grad, Tensor.is_leaf; recv_forward in Megatron's pipeline_parallel.
     """
     # exercise: retain_grad
@@ -343,7 +343,7 @@ def right_local_positions(length, rank, world):
     Where P does not divide s, the first ranks hold one token more.
 
     Rotary embeddings turn q and k by their positions, so that attention sees how far apart two
-    tokens are: counted from 0 on every rank, tokens s/P apart look like the same one. Source:
+    tokens are. If every rank counts from 0, tokens s/P apart seem to be at one place. Source:
     RoFormer (arXiv 2104.09864); get_pos_emb_on_this_cp_rank in Megatron's rotary_pos_embedding.py.
     """
     # exercise: local_positions
@@ -354,15 +354,15 @@ def right_local_positions(length, rank, world):
 def wrong_local_mask(start, queries, keys):
     """The triangle of a sequence that starts at 0.
 
-    is_causal=True with fewer queries than keys is this. A later rank's first query sees the first
-    key and nothing else. The model's own mask, of s/P by s/P, would raise (eager adds it to scores
-    of s/P by s); is_causal is silent.
+    is_causal=True with fewer queries than keys gives this mask. A later rank's first query
+    sees the first key and nothing else. The model's own mask, of s/P by s/P, would raise
+    (eager adds it to scores of s/P by s); is_causal is silent.
     """
     return torch.ones(queries, keys, dtype=torch.bool).tril()
 
 
 def right_local_mask(start, queries, keys):
-    """Causal mask (queries, keys), True: may see.
+    """Causal mask (queries, keys), True where a query may see a key.
 
     Query i is token start + i; the keys are tokens 0 to keys - 1.
     Source: F.scaled_dot_product_attention on is_causal with sizes that differ (the triangle begins
@@ -374,7 +374,7 @@ def right_local_mask(start, queries, keys):
 
 
 def wrong_chunk_boundary(ids, rank, world):
-    """Cuts, then shifts: each chunk's last token loses its target, P of them and not 1."""
+    """Cuts, then shifts: P tokens lose their target, the last of each chunk, not 1."""
     return shift(ids.tensor_split(world, 1)[rank])
 
 
@@ -410,10 +410,10 @@ def wrong_loss_without_graph(logits, targets, group):
 def right_loss_without_graph(logits, targets, group):
     """Mean loss of all tokens on each rank, from its logits (b, s/P, v) and all targets (b, s).
 
-    Its gradient is that of the rank's own logits. Gathered tensors have no graph, so the rank's own
-    logits go back in their place. (tp.py and its like gather nothing: they sum the tokens' losses
-    and the counts. A differentiable gather is a trap: every rank computes this loss, and its
-    backward would sum all P of them.) Source: torch.distributed.all_gather.
+    Its backward reaches the rank's own logits alone: gathered tensors have no graph, so the
+    own logits go back in their place. (tp.py and its like gather nothing: they sum the tokens'
+    losses and the counts. A differentiable gather is a trap: every rank computes this loss,
+    and the gather's backward sums all P gradients.) Source: torch.distributed.all_gather.
     """
     # exercise: loss_without_graph
     parts = all_logits(logits, group)
@@ -428,7 +428,7 @@ def right_loss_without_graph(logits, targets, group):
 
 
 def wrong_adam_hides_scale(parameters):
-    """Adam divides by the gradient's own size: one that is P times too large trains the same."""
+    """Adam divides by the gradient's size: a gradient P times too large trains the same."""
     return torch.optim.Adam(parameters, lr=1e-2)
 
 
@@ -444,7 +444,7 @@ def right_adam_hides_scale(parameters):
 
 
 def wrong_stale_result(x, group, meanwhile):
-    """Starts an all-reduce, works, reads without waiting: what is there by then, mostly x."""
+    """Starts an all-reduce, works, reads without waiting, and mostly reads x itself."""
     total = x.clone()
     dist.all_reduce(total, group=group, async_op=True)
     meanwhile()
@@ -477,20 +477,20 @@ def seconds(step):
 def wrong_adaptive_timing(step, group):
     """Timer.adaptive_autorange: each rank decides by its own clock how often to run the step.
 
-    They never agree to the last one, and step() holds a collective: one waits for ranks that have
+    Their counts differ, and step() holds a collective, so one rank waits for ranks that have
     finished.
     """
-    from torch.utils.benchmark import Timer  # here: its import looks for a CUDA toolkit, and talks
+    from torch.utils.benchmark import Timer  # here, because its import prints
 
     return Timer("step()", globals={"step": step}).adaptive_autorange(max_run_time=1).median
 
 
 def right_adaptive_timing(step, group, budget=0.1):
-    """Median seconds of step(), the slowest rank's of each, the same number on every rank.
+    """Median seconds of step(), each as long as its slowest rank; the same on every rank.
 
-    One call to warm up, then at least 5, in about budget seconds: of each the slowest rank's time,
-    and the median of those. All ranks call step() equally often: a count that is fixed beforehand
-    does it, and so does one that is computed from a number all ranks share. Source: Megatron's
+    One call warms up. Then time at least 5, in about budget seconds: take the slowest rank's
+    time of each call, and the median of those. All ranks call step() equally often: the count
+    is fixed beforehand, or computed from a number that all ranks share. Source: Megatron's
     core/timers.py takes the maximum over ranks; triton's do_bench decides by its own clock too.
     """
     # exercise: adaptive_timing
@@ -502,7 +502,7 @@ def right_adaptive_timing(step, group, budget=0.1):
 
 
 def wrong_rank_0_clock(step, group):
-    """Rank 0's own: in a pipeline it sends its activations and stops, the others still work."""
+    """Rank 0's own clock: in a pipeline it stops after its send, while others still work."""
     return seconds(step)
 
 

@@ -282,8 +282,8 @@ def draw(results, path):
 
 
 PREDICT = (
-    "how many bytes does the backward of a layer all-reduce where q, k, v, gate and up have an f "
-    f"each, for {BATCH} sequences of {LENGTH} tokens, {HIDDEN} float32 numbers each?",
+    f"with {BATCH} sequences of {LENGTH} tokens, {HIDDEN} float32 numbers a token: how many "
+    "bytes does a layer's backward all-reduce, if q, k, v, gate and up have an f each?",
     "5 b s h numbers of 4 bytes (message bytes); with one f a block 2 b s h",
     lambda results: results["pitfalls"][ASKED]["wrong"]["bytes"],
 )
