@@ -1,4 +1,4 @@
-"""Lab 3b: Hangs. Four programs that wait for ever; what their ranks leave behind; the mend.
+"""Lab 3b: Hangs. Four programs that wait for ever, what their ranks leave behind, the repair.
 
 The question: a job prints nothing any more. No rank has raised, every GPU is busy waiting. Which
 rank is at fault, and in which line? Each rank can be asked for two things:
@@ -20,7 +20,7 @@ Two exercises read such dumps (own_frame, first_difference). In each of four pai
 and right_NAME, the exercise, does what was meant:
 
     skipped_collective    one rank leaves out a step
-    two_orders            the same calls, in another order
+    two_orders            the ranks make the same calls in different orders
     uneven_batches        one rank has more to do than the others
     crossed_messages      all send, and nobody receives
 
@@ -121,7 +121,7 @@ def own_frame(stack, file):
 
     With file "/home/me/train.py" this is ("send", 31): the innermost of all calls, and the
     innermost line of the program's own file. The program runs in one thread; others (a data
-    loader's) may come before it. None: no thread runs the program, it has returned.
+    loader's) may come before it. None: no thread runs the program, which has returned.
     """
     # exercise: own_frame
     for thread in re.split(r"^Thread 0x", stack, flags=re.M):
@@ -142,9 +142,9 @@ def first_difference(records):
     """(number, [each rank's call or None]) of the first collective at which ranks part, or None.
 
     records: each rank's flight record of one group. Calls are compared as called() gives them; the
-    call of a rank that has never come to this number is None. The recorder keeps the newest entries
-    only: of numbers before the oldest that a rank still has, nothing is known. A rank whose record
-    is empty has called nothing. None: the ranks agree as far as their records go.
+    call of a rank that has never come to this number is None. The recorder keeps the newest
+    entries only: nothing is known of numbers before the oldest that a rank still has. A rank
+    whose record is empty has called nothing. None: the ranks agree as far as their records go.
 
     What lies before is not proven right: two ranks may have made the same call for different
     reasons. Source: torch/distributed/flight_recorder/components/builder.py.
@@ -182,15 +182,15 @@ def diagnosis(dumps, file):
 
 
 def gradient_of(batch, weight):
-    """Of sum((batch @ weight - 1)^2) / 2. batch (n, h), n may be 0; weight (h) -> (h)"""
+    """Gradient (h) of sum((batch @ weight - 1)^2) / 2: batch (n, h), n 0 too; weight (h)."""
     return batch.T @ (batch @ weight - 1)
 
 
 def wrong_skipped_collective(batches, weight, group):
     """Leaves out a step whose gradient is not finite.
 
-    The rank leaves out its all-reduce, too. From there on it is one call ahead, and sums its next
-    batch with the other ranks' last one: nothing shows, until somebody has no call left to match.
+    The rank leaves out its all-reduce, too. From then on it is one call ahead and sums its
+    next batch with the others' last one. Nothing shows until a rank has no call left to match.
     """
     for batch in batches:
         grad = gradient_of(batch, weight)
@@ -234,8 +234,8 @@ def wrong_two_orders(ready, group):
 def right_two_orders(ready, group):
     """Sums gradients over the ranks and takes statistics from the group's rank 0, in place.
 
-    ready: {name: tensor}, the same names on all ranks, in the order in which this rank had them
-    ready, which is another on each rank. Tensors of the same name have the same shape. Source:
+    ready: {name: tensor}, the same names on all ranks, in the order in which this rank had
+    them ready (ranks differ). Tensors of the same name have the same shape. Source:
     Horovod; DDP's buckets, whose order is fixed before the backward, whatever is ready first.
     """
     # exercise: two_orders
@@ -248,7 +248,7 @@ def right_two_orders(ready, group):
 
 
 def wrong_uneven_batches(batches, weight, group):
-    """A step for each of the rank's batches, and ranks have different numbers of them."""
+    """A step for each of the rank's batches, of which ranks have different numbers."""
     for batch in batches:
         total = torch.cat([gradient_of(batch, weight), torch.tensor([float(len(batch))])])
         dist.all_reduce(total, group=group)
@@ -282,7 +282,7 @@ def right_uneven_batches(batches, weight, group):
 
 
 def wrong_crossed_messages(x, group):
-    """All send first. send() returns when the message has been taken, and nobody takes one.
+    """All send first. send() returns when the message is received, and no rank receives.
 
     With small messages it may work: a backend is free to buffer them (MPI does, gloo does not).
     """
@@ -294,9 +294,9 @@ def wrong_crossed_messages(x, group):
 
 
 def right_crossed_messages(x, group):
-    """Each rank's x goes to the next rank, the last one's to rank 0; returns what has come.
+    """Sends each rank's x to the next rank, the last one's to rank 0; returns what has come.
 
-    All x have the same shape; there are at least 2 ranks, an odd number too. Source:
+    All x have the same shape; there are at least 2 ranks, perhaps an odd number. Source:
     torch.distributed.batch_isend_irecv; _p2p_ops in Megatron's p2p_communication.py.
     """
     rank, world = group.rank(), group.size()

@@ -137,10 +137,10 @@ def draw(results, path):
 
 
 PREDICT = (
-    "7 batches a rank: rank 0 skips its third, rank 1 its second and its fifth, which are not "
-    "finite; then a barrier: at which collective do the ranks' flight records part?",
-    "rank 0 calls 6 all-reduces, rank 1 calls 5 and then the barrier; up to there the calls look "
-    "alike, of whichever batches they are",
+    "each rank has 7 batches, then a barrier. Rank 0 skips its third, rank 1 its second and "
+    "fifth, which are not finite: at which collective do the ranks' flight records part?",
+    "rank 0 calls 6 all-reduces, rank 1 calls 5 and then the barrier; before that the calls "
+    "look alike, whichever batches they are for",
     lambda results: results["asked"],
 )
 

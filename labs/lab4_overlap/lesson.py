@@ -17,27 +17,27 @@ travels:
                   compute   |---dgrad----|------wgrad------|
                             ^ start      ^ wait, start     ^ wait
 
-Plain tensor parallelism (TP) holds x whole. It has one message, the all-reduce of dx, under wgrad:
-as many bytes as the two above, under one GEMM instead of two. With C seconds of GEMM and M of
-message, C + M become max(C, M): twice as fast at best, where M = C, and never faster than either
+Plain tensor parallelism (TP) holds x whole. Its one message, the all-reduce of dx, has as many
+bytes as the two above and only one GEMM, wgrad, to hide under. With C seconds of GEMM and M of
+message, C + M become max(C, M): at best, if M = C, half the time, and never less than either
 alone.
 
-Two more habits of Megatron's layer: the gathered x lives in one buffer that all layers share (a
-second get() of it is the same memory: whoever keeps the first one reads the second's data, and
-nobody complains), and wgrad adds right into a float32 main_grad, which makes no gradient tensor.
+Megatron's layer has two more habits. All layers gather x into one shared buffer: a second call
+of get_tensor() returns the same memory, so whoever keeps the first result silently reads the
+second's data. And wgrad adds right into a float32 main_grad and makes no gradient tensor.
 
-CUDA_DEVICE_MAX_CONNECTIONS=1. On a GPU "start" only queues a kernel: the message on one stream, the
-GEMM on another, and streams have no order. The host hands kernels over through several hardware
-queues (8 by default), so the GEMM, although launched second, may be first. It then fills all
-multiprocessors, and the message, which needs a few, starts when the GEMM ends: nothing overlaps.
-With one queue kernels are handed over as they were launched: message first, GEMM around it. No
-value ever changes, only the time. Megatron-LM demands it for TP and context parallelism up to
-Hopper (compute capability below 10), and no longer since Blackwell. FSDP wants more than one queue:
-what it prefetches is independent work on other streams. A CPU has no such queues: here a thread
-carries the messages, over a simulated slow link.
+CUDA_DEVICE_MAX_CONNECTIONS=1. On a GPU "start" only queues a kernel, the message on one
+stream, the GEMM on another; streams have no order. The host hands kernels over through several
+hardware queues (8 by default), so the GEMM, although launched second, may be first. It then
+fills all multiprocessors, and the message, which needs only a few, starts when the GEMM ends:
+nothing overlaps. With one queue kernels are handed over in launch order: the message starts,
+then the GEMM beside it. No value ever changes, only the time. Megatron-LM demands one queue
+for TP and context parallelism up to Hopper (compute capability below 10), and no longer since
+Blackwell. FSDP wants more queues, because its prefetches run on other streams. A CPU has no
+such queues: here a thread carries the messages, over a simulated slow link.
 
-Data parallelism (DP) overlaps the same way, over the whole backward: as soon as the gradients of a
-bucket of parameters are there their all-reduce starts, while the layers before them still compute:
+Data parallelism (DP) overlaps the same way, over the whole backward: as soon as a bucket of
+parameters has its gradients, their all-reduce starts, while earlier layers still compute:
 
     compute   |-layer 3-|-layer 2-|-layer 1-|
     link                |- bucket of 3 -|   |- bucket of 2 and 1 -|
@@ -52,8 +52,8 @@ bucket of parameters are there their all-reduce starts, while the layers before 
 Sources: Megatron-LM, arXiv 2205.05198 (the shard is saved, and gathered again). Megatron-LM:
 megatron/core/tensor_parallel/layers.py (LinearWithGradAccumulationAndAsyncCommunication),
 core/utils.py (GlobalMemoryBuffer), training/arguments.py (which GPUs need the one queue). Nanotron:
-src/nanotron/parallel/tensor_parallel/functional.py. NeMo: tp_comm_overlap, Transformer Engine's
-finer way: GEMMs cut into pieces, which hides messages in the forward too. DeepSpeed:
+src/nanotron/parallel/tensor_parallel/functional.py. NeMo: tp_comm_overlap, Transformer
+Engine's finer way, which cuts GEMMs and so hides messages in the forward, too. DeepSpeed:
 runtime/domino/transformer.py, which cuts the batch in two for that.
 """
 
@@ -97,8 +97,8 @@ class DataParallel:
     loss is a sum over its tokens. A step: backward() for each microbatch, all but the last inside
     no_sync(); then finish(tokens), and the optimizer.
 
-    started: how many buckets' all-reduces have been started, always in the order of the buckets,
-    since the ranks' collectives meet in the order of their calls; works: (work, vector) of each.
+    started: how many buckets' all-reduces have started, always in the buckets' order, because
+    the ranks' collectives meet in the order of their calls. works: (work, vector) of each.
     arrived: the parameters whose gradients of the last microbatch are complete.
     """
 
@@ -115,7 +115,7 @@ class DataParallel:
 
     @contextmanager
     def no_sync(self):
-        """Backward inside only adds to .grad."""
+        """A backward inside it only adds to .grad."""
         self.sync = False
         yield
         self.sync = True
@@ -136,7 +136,7 @@ class DataParallel:
         # end exercise
 
     def start(self):
-        """Start the next bucket's all-reduce: one message of all its gradients, zeros for none."""
+        """Start the next bucket's all-reduce: one message, zeros for missing gradients."""
         grads = [
             torch.zeros_like(p) if p.grad is None else p.grad for p in self.buckets[self.started]
         ]
@@ -148,9 +148,9 @@ class DataParallel:
         """After the last backward: .grad of each parameter is the gradient of the mean loss.
 
         The mean is over the tokens of all ranks, of which this rank has `tokens`: ranks with fewer
-        tokens count less. A parameter that a rank's loss did not use has no gradient there, and its
-        bucket has not gone yet: it goes now, so that the other ranks' sums can end. At the end
-        reset(), for the next step.
+        tokens count less. A parameter that a rank's loss did not use has no gradient there, so
+        its bucket has not gone: send it now, or the other ranks' sums cannot end. At the end
+        call reset(), for the next step.
         """
         # exercise: finish
         while self.started < len(self.buckets):
@@ -182,8 +182,8 @@ class GlobalMemoryBuffer:
     def get_tensor(self, shape, dtype, name):
         """A contiguous tensor of that shape, its values arbitrary, in the memory of (name, dtype).
 
-        It allocates only where what is there is too small; otherwise two calls return the same
-        memory: what the first returned is lost as soon as the second is written to.
+        It allocates only if the memory there is too small; otherwise two calls return the same
+        memory, and the first result is lost as soon as the second is written to.
         """
         # exercise: memory_buffer
         size = math.prod(shape)
@@ -201,10 +201,10 @@ def weight_gradient(grad, x, main_grad):
     """The wgrad GEMM: dW = grad^T x, summed over all tokens, from grad (s, b, o/P) and x (s, b, h).
 
     Without main_grad (None): returns dW (o/P, h) in the dtype of x. With it (float32, (o/P, h)):
-    adds dW to main_grad in place and returns None. Products of two bfloat16 are exact in float32
-    and are to be added up there: nothing may be rounded to bfloat16 on the way. (On a GPU Apex's
-    wgrad_gemm_accum_fp32 reads bfloat16 and adds in float32, in one kernel; a CPU's GEMM wants one
-    dtype.)
+    adds dW to main_grad in place and returns None. Products of two bfloat16 are exact in
+    float32 and have to be added up in float32: nothing may be rounded to bfloat16 on the way.
+    (On a GPU Apex's wgrad_gemm_accum_fp32 reads bfloat16 and adds in float32, in one kernel; a
+    CPU's GEMM wants one dtype.)
     """
     grad, x = grad.flatten(0, 1), x.flatten(0, 1)  # (s * b, o/P), (s * b, h)
     # exercise: accumulation_fusion
@@ -225,7 +225,7 @@ def weight_gradient(grad, x, main_grad):
 class TPLinear(torch.autograd.Function):
     """y = F.linear(x, weight, bias), x (s, b, h) the same on all ranks, -> (s, b, o/P).
 
-    weight (o/P, h), bias (o/P) or None. A weight's main_grad, if any, gets its gradient, see above.
+    weight (o/P, h), bias (o/P) or None. If weight has a main_grad, see weight_gradient().
     """
 
     @staticmethod
@@ -257,7 +257,7 @@ class TPLinear(torch.autograd.Function):
 class SPLinear(torch.autograd.Function):
     """y = F.linear(x of all tokens, weight, bias), x (s/P, b, h) the rank's tokens, -> (s, b, o/P).
 
-    weight (o/P, h), bias (o/P) or None. Every rank brings as many tokens.
+    weight (o/P, h), bias (o/P) or None. Every rank has equally many tokens.
     """
 
     @staticmethod

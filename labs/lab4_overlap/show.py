@@ -232,10 +232,10 @@ def draw_timelines(axis, timelines):
 
 
 PREDICT = (
-    f"how many KiB does each of 2 ranks send in one SP backward of {TOKENS} tokens, "
-    f"{HIDDEN} -> {FEATURES // 2} features each, float32?",
-    "2 (P-1)/P s b h numbers of 4 bytes: all-gather of x and reduce-scatter of dx, (P-1)/P of a "
-    "whole (s, b, h) each; the output features are in no message",
+    f"2 ranks have a layer {HIDDEN} -> {FEATURES // 2} each; {TOKENS} tokens, float32: how "
+    "many KiB does each rank send in one SP backward?",
+    "2 (P-1)/P s b h numbers of 4 bytes: x's all-gather and dx's reduce-scatter send (P-1)/P "
+    "of a whole (s, b, h) each; the output features are in no message",
     lambda results: results["timelines"]["SP"]["overlapped"]["wire_bytes"] / 1024,
 )
 

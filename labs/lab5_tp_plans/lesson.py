@@ -16,18 +16,18 @@ dict get wrong? A layer:
     norm, lm_head    TOKENS -> all of x -> vocabulary / P            ..., with loss_parallel()
 
 TOKENS is Replicate() in tensor parallelism: every rank has all tokens, partial sums are
-all-reduced. It is Shard(1) in sequence parallelism (SP): (b, s/P, h) each, and reduce-scatter and
-all-gather take the place of the all-reduce. That one word is all that the two plans differ in.
+all-reduced. It is Shard(1) in sequence parallelism (SP): each rank has (b, s/P, h), and
+reduce-scatter and all-gather replace the all-reduce. The two plans differ in that word alone.
 
 Where a plan goes wrong, the logits are often right:
 
-- A norm inside attention sees its rank's heads. If nothing says so, each rank keeps the gradient of
-  its own heads: NeMo AutoModel's plans for Qwen3 and Gemma3. The lab shows it, no logit does.
-- Fused weights, [Q | K | V] in Phi3, are not to be cut in P pieces: rank 0 would get Q and some K.
-- Heads that P does not divide fail late or never: validate_heads() comes before anything is cut.
-- A plan's key that fits no module is skipped, with a warning: parallelize() refuses.
+- A norm inside attention sees its rank's heads. If a plan does not say so, each rank keeps the
+  gradient of its own heads, as in NeMo AutoModel for Qwen3 and Gemma3. No logit shows it.
+- Fused weights, [Q | K | V] in Phi3, cut in P pieces would give rank 0 Q and some K.
+- Heads that P does not divide fail late or never, so validate_heads() comes first.
+- torch skips a plan's key that fits no module, with a warning; parallelize() refuses it.
 
-Which plan? choose_plan() has four levels, and says why it took the one it took.
+Which plan? choose_plan() has four levels, and says which one it took and why.
 
     python labs/lab5_tp_plans/lesson.py                     # checks, all families, memory
     python labs/lab5_tp_plans/lesson.py --model qwen3 --sp  # one plan: printed, why, and proved
@@ -87,8 +87,8 @@ def parallelize(model, mesh, plan):
     """Cut a model over the ranks of a mesh, in place, by a plan {pattern of module names: style}.
 
     Raises ValueError, with the model as it was, for heads that cannot be cut and for a pattern that
-    fits no module (parallelize_module only warns, and leaves that part whole). Tied weights are
-    tied again: both modules got a parameter of their own.
+    fits no module (parallelize_module only warns, and leaves that part whole). It ties tied
+    weights again, because each module got a parameter of its own.
     """
     validate_heads(model.config, mesh.size())
     names = [name for name, _ in model.named_modules()]
@@ -115,7 +115,7 @@ def replicate_weights(name, module, mesh):
 
 
 class NormThenGather(ParallelStyle):
-    """A norm of x as it lies, whose result every rank gets whole, as one DTensor.
+    """A norm of x in its layout; every rank gets the whole result, as one DTensor.
 
     layout Shard(1): SP. The norm sees the rank's tokens (b, s/P, h), then one all-gather. q, k and
     v read the same DTensor, so their partial gradients are added up first and reduce-scattered
@@ -148,20 +148,20 @@ class NormThenGather(ParallelStyle):
 
 
 class QKNormParallel(ParallelStyle):
-    """A norm over the head dimension inside attention: plain tensors of the rank's own heads.
+    """A norm over the head dimension inside attention, on plain tensors of own heads.
 
-    (b, s, heads/P, d) in Qwen3, (b, heads/P, s, d) in Gemma3, in and out. The weight (d) is the
-    same for all heads, on all ranks, so its gradient is a sum over ranks that nobody takes unless
-    told: NeMo AutoModel leaves these norms out of its plans; Hugging Face's says
+    In and out: (b, s, heads/P, d) in Qwen3, (b, heads/P, s, d) in Gemma3. The weight (d) is
+    the same for all heads, on all ranks, so its gradient is a sum over ranks, taken only if
+    the plan says so. NeMo AutoModel's plans leave these norms out; Hugging Face's says
     replicated_with_grad_allreduce.
     """
 
     def _apply(self, module, device_mesh):
         """enter(module, args, mesh) and leave(module, y, mesh) as in NormThenGather.
 
-        x enters as a DTensor of which this rank has a shard: then DTensor knows the weight's
-        gradient to be Partial, a part of a sum. Which dimension is called cut does not matter to a
-        norm over the last one: 1 fits both models. Values need no message, forward or backward.
+        x enters as a DTensor of which this rank has a shard: then DTensor knows that the
+        weight's gradient is Partial, a part of a sum. A norm over the last dimension may call
+        any other one cut; 1 fits both models. Values need no message, forward or backward.
         """
         # exercise: qk_norm_style
 
@@ -176,19 +176,19 @@ class QKNormParallel(ParallelStyle):
 
 
 class RotaryParallel(ParallelStyle):
-    """Rotary embeddings of all tokens where the residual stream is plain tensors (b, s/P, h).
+    """Rotary embeddings of all tokens, if the residual stream is plain tensors (b, s/P, h).
 
-    transformers counts positions from 0 to x.shape[1]. In our plans x is a DTensor, whose shape is
-    that of all tokens, and nothing is to be done. With plain tensors (NeMo AutoModel's plans at the
-    start of 2026) every rank counts to s/P, while q and k are of s tokens: at best "16 must match
-    8". P divides s here.
+    transformers counts positions from 0 to x.shape[1]. In our plans x is a DTensor, whose
+    shape covers all tokens, so nothing is to be done. With plain tensors (NeMo AutoModel's
+    plans at the start of 2026) every rank counts to s/P, but q and k have s tokens: at best
+    "16 must match 8". P divides s here.
     """
 
     def _apply(self, module, device_mesh):
         def positions_of_all(rotary, args, kwargs):
             """position_ids (1, s/P) counted from 0 on each rank -> (1, s), those of all tokens.
 
-            Only where they are as many as x's own tokens and x is no DTensor: all may be given.
+            Left as they are if x is a DTensor or if they are not as many as x's own tokens.
             """
             named = dict(zip(("x", "position_ids", "layer_type"), args)) | kwargs
             x, position_ids = named["x"], named["position_ids"]
@@ -207,8 +207,8 @@ class RotaryParallel(ParallelStyle):
 def fused_order(sizes, world):
     """The rows of a fused weight [Q | K | V] in the order [Q_0 | K_0 | V_0 | Q_1 | ...], int64.
 
-    sizes: rows of each block, e.g. (q, k, v). Cut in `world` pieces, that gives rank r its share of
-    every block. Raises ValueError for a block that world does not divide.
+    sizes: rows of each block, e.g. (q, k, v). Cut in `world` pieces, this order gives rank r
+    its share of every block. Raises ValueError for a block that world does not divide.
     """
     # exercise: fused_style
     for size in sizes:
@@ -222,8 +222,8 @@ def fused_order(sizes, world):
 class FusedColwiseParallel(ParallelStyle):
     """ColwiseParallel for fused projections: rank r computes [Q_r | K_r | V_r], as the model wants.
 
-    The parameter, and its gradient, are then a DTensor of the rows in another order: whole() puts
-    them back. A checkpoint must be written through that.
+    The parameter and its gradient are then DTensors whose rows are in another order. whole()
+    puts them back; a checkpoint must be written through whole().
     """
 
     def __init__(self, *sizes):
@@ -273,7 +273,7 @@ LAYER = "model.layers.*"
 def sharded_logits(tokens=None):
     """lm_head: (b, s, h) -> (b, s, v/P), a DTensor that is never gathered; wants loss_parallel().
 
-    tokens: where x lies, if not whole on every rank (Replicate()).
+    tokens: the layout of x, if not Replicate(), whole on every rank.
     """
     return ColwiseParallel(input_layouts=tokens, output_layouts=Shard(-1), use_local_output=False)
 
@@ -283,9 +283,9 @@ def llama_plan(model, sequence_parallel):
 
     The residual stream, from embed_tokens to the last norm, is a DTensor (use_local_output=False):
     its shape is that of all tokens, from which transformers makes positions and masks. All
-    parameters become DTensors: clip_grad_norm_ and AdamW's foreach refuse a mixture with plain
-    ones. A key for each of the 12 modules, those of a layer f"{LAYER}.self_attn.q_proj" and so on:
-    other plans exchange some of them.
+    parameters become DTensors, because clip_grad_norm_ and AdamW's foreach refuse a mixture
+    with plain ones. Each of the 12 modules has a key (in a layer f"{LAYER}.self_attn.q_proj"
+    and so on), because other plans replace some.
     """
     tokens = Shard(1) if sequence_parallel else Replicate()
     # exercise: llama_plan
@@ -314,7 +314,7 @@ def qwen3_plan(model, sequence_parallel):
 
 
 def gemma3_plan(model, sequence_parallel):
-    """Qwen3's, with a norm behind attention and MLP, too: in the residual stream's layout."""
+    """Qwen3's, and norms behind attention and MLP in the residual stream's layout."""
     before = NormThenGather(Shard(1) if sequence_parallel else Replicate())
     after = SequenceParallel() if sequence_parallel else NormThenGather(Replicate())
     return qwen3_plan(model, sequence_parallel) | {
@@ -325,7 +325,7 @@ def gemma3_plan(model, sequence_parallel):
 
 
 def phi3_plan(model, sequence_parallel):
-    """Llama's, with fused projections [Q | K | V] and [gate | up], cut all the same."""
+    """Llama's, with fused projections [Q | K | V] and [gate | up], cut over the ranks, too."""
     config = model.config
     head_dim, features = model.model.layers[0].self_attn.head_dim, config.intermediate_size
     q, kv = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
@@ -348,10 +348,10 @@ PLANS = {  # by the class's name: a framework may have a class of its own around
 
 
 def base_plan(model, sequence_parallel):
-    """For a model that nobody made a plan for: Llama's, by what is sure to be right.
+    """For a model without a plan of its own: Llama's, in a form that is sure to be right.
 
-    Plain SequenceParallel, as in NeMo AutoModel; logits gathered, so that any loss will do. NeMo's
-    also cuts qkv_proj and gate_up_proj row by row, right or wrong by their layout: refused here.
+    Plain SequenceParallel, as in NeMo AutoModel; logits are gathered, for any loss. NeMo's
+    also cuts qkv_proj and gate_up_proj row by row, whatever their layout; we refuse them.
     """
     for name, _ in model.named_modules():
         if name.endswith(("qkv_proj", "gate_up_proj")):
@@ -388,8 +388,8 @@ def hf_plan(model):
     Its strings are in config.base_model_tp_plan, with names below model.base_model_prefix
     ("model"), and in the class's _tp_plan, with whole names. Two changes, as in NeMo AutoModel:
     embed_tokens, where missing, is "embedding_rowwise" (a tied lm_head is cut like that); an
-    lm_head that gathers its output does not (sharded_logits). Each module gets a style of its own.
-    Raises ValueError for a string that STYLES lacks: it says the module, too.
+    lm_head that would gather its output gets sharded_logits(). Each module gets a style of its
+    own. Raises ValueError for a string that STYLES lacks, and names the module.
     """
     # exercise: translate_hf_plan
     prefix = model.base_model_prefix
@@ -423,7 +423,7 @@ def choose_plan(model, sequence_parallel=False, custom=None, hf=False):
     "model-specific"   PLANS[name of the model's class](model, sequence_parallel)
     "base"             base_plan(model, sequence_parallel)
 
-    What a level raises is raised: a plan that fails must not become another, wrong elsewhere.
+    What a level raises is raised: no other level may replace a plan that fails.
     """
     name = type(model).__name__
     # exercise: choose_plan

@@ -238,10 +238,10 @@ def edges_of(row):
 
 
 PREDICT = (
-    "how many all-gathers and reduce-scatters does a step of a Llama of 2 layers take under SP, "
-    "forward and backward, if all is gathered after the norms?",
-    "4 (2 L + 1): two blocks a layer, and from embed_tokens to lm_head; at each edge a "
-    "reduce-scatter and an all-gather, and in the backward the other of each",
+    "how many all-gathers and reduce-scatters does a step of a 2-layer Llama take under SP, "
+    "forward and backward together, if x is gathered after each norm?",
+    "4 (2 L + 1): a layer has two blocks, embed_tokens and lm_head count as one more; each "
+    "block has an all-gather and a reduce-scatter, and the backward has as many",
     lambda results: edges_of(next(r for r in results["memory"] if r["way"] == GATHERED)),
 )
 

@@ -18,8 +18,8 @@ three ways:
         sharded   x -> A -> scatter -> B (o, r/P)    + W x -> leave
 
 (enter, leave) are Megatron's pair at the edges of the region: (copy, all-reduce) in tensor
-parallelism, (all-gather, reduce-scatter) along the tokens with sequence parallelism. gather and
-scatter are the latter two along r. For N tokens the adapter alone adds these messages:
+parallelism, (all-gather, reduce-scatter) along the tokens with sequence parallelism. gather
+and scatter are the last two along r. For N tokens the adapter alone adds these messages:
 
                  column                     row                       sum of a gradient, once a step
     joined       none                       none                      the free factor's, always
@@ -27,14 +27,14 @@ scatter are the latter two along r. For N tokens the adapter alone adds these me
             SP   AG N r, RS N r backward    RS N r, AG N r backward   the free factor's: N/P tokens
     sharded      AG N r, RS N r backward    RS N r, AG N r backward   none
 
-The trap is in the middle. `apart` needs no sum under tensor parallelism. Switch sequence
+The trap is in `apart`: it needs no sum under tensor parallelism. Switch sequence
 parallelism on, and the same lines give every rank a gradient from its own tokens. Each then trains
-a factor of its own, and rank 0's copy is what gets saved. The loss need not show it: where only the
-answer counts and rank 0 has the prompt, every loss of the run is exactly right, and the adapter
-that is saved has learned nothing.
+a factor of its own, and rank 0's copy is what gets saved. The loss need not show it: if only
+the answer counts and rank 0 has the prompt, every loss of the run is right, but the saved
+adapter has learned nothing.
 
-W is frozen: no gradient, no optimizer state, x is not kept for it, and under sequence parallelism
-it is not gathered again in the backward for W's gradient. What remains is dx, which earlier layers
+W is frozen, so it has no gradient and no optimizer state; x is not kept for it and, under
+sequence parallelism, not gathered again in the backward. Only dx remains, which earlier layers
 need.
 
 Who does what. vLLM, which only serves: joined, and sharded in columns with fully_sharded_loras (in
@@ -91,7 +91,7 @@ def split(n, rank, world):
 def all_gather_along(x, dim, n, group):
     """Every rank's share of a dimension, split(n, rank, P) -> all n: (b, s, r/P) -> (b, s, r).
 
-    Shares may differ by one, or be empty (r = 1 on 2 ranks): each is sent with zeros up to the
+    Shares may differ by one, or be empty (r = 1 on 2 ranks); zeros fill each up to the
     largest.
     """
     shares = [split(n, rank, group.size()) for rank in range(group.size())]
@@ -118,7 +118,7 @@ def reduce_scatter_along(x, dim, group):
 
 
 class CopyToTPRegion(torch.autograd.Function):
-    """x as it is. Every rank used the whole x for its part: dx is the sum over the ranks."""
+    """x as it is. Every rank uses the whole x, so dx is the sum over the ranks."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -131,7 +131,7 @@ class CopyToTPRegion(torch.autograd.Function):
 
 
 class ReduceFromTPRegion(torch.autograd.Function):
-    """The sum of the ranks' partial x. Each added to the same y: dx is dy, which all ranks have."""
+    """y, the sum of the ranks' partial x. So every rank's dx is dy, which all ranks have."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -143,7 +143,7 @@ class ReduceFromTPRegion(torch.autograd.Function):
 
 
 class GatherAlong(torch.autograd.Function):
-    """all_gather_along. Every rank used all of it: dx is the sum, of the rank's own share."""
+    """all_gather_along. Every rank uses all of it, so dx is a sum over ranks: own share."""
 
     @staticmethod
     def forward(ctx, x, dim, n, group):
@@ -156,7 +156,7 @@ class GatherAlong(torch.autograd.Function):
 
 
 class ReduceScatterAlong(torch.autograd.Function):
-    """reduce_scatter_along. Each rank added to all shares: dx are all their gradients, gathered."""
+    """reduce_scatter_along. A rank adds to all shares, so dx gathers all their gradients."""
 
     @staticmethod
     def forward(ctx, x, dim, group):
@@ -168,8 +168,8 @@ class ReduceScatterAlong(torch.autograd.Function):
         return all_gather_along(grad, ctx.dim, ctx.n, ctx.group), None, None
 
 
-gather_along = GatherAlong.apply  # (x, dim, n, group): of dimension dim n/P -> n
-scatter_along = ReduceScatterAlong.apply  # (x, dim, group): of dimension dim n -> n/P, summed
+gather_along = GatherAlong.apply  # (x, dim, n, group): n/P -> n in dimension dim
+scatter_along = ReduceScatterAlong.apply  # (x, dim, group): n -> n/P in dimension dim, summed
 
 
 def enter(x, group, sequence_parallel):
@@ -192,7 +192,7 @@ JOINED, APART, SHARDED = WAYS = "joined", "apart", "sharded"
 
 
 class LoRALinear(nn.Linear):
-    """LoRA on one device: a frozen linear layer, beside it lora_B(lora_A(x)) times alpha / rank.
+    """LoRA on one device: a frozen linear layer plus lora_B(lora_A(x)) times alpha / rank.
 
     A starts at random, B at zero (as in the paper), so that at first nothing is added.
     """
@@ -211,7 +211,7 @@ class LoRALinear(nn.Linear):
 
 
 def share(tensor, dim, group):
-    """A copy of the rank's share of a dimension; of all, where dim is None."""
+    """A copy of the rank's share of dimension dim, or of the whole tensor if dim is None."""
     if dim is None:
         return tensor.detach().clone()
     start, end = split(tensor.shape[dim], group.rank(), group.size())
@@ -222,8 +222,8 @@ class ParallelLoRA(nn.Module):
     """This rank's part of a LoRALinear: weight, bias (frozen), lora_A, lora_B (trained).
 
     way: JOINED, APART or SHARDED. Under sequence parallelism P divides the number of tokens. cuts()
-    says how A and B are cut, and names those whose gradient, after backward(), is only this rank's
-    part of a sum over the ranks: sum_partial_gradients() is for these.
+    says how A and B are cut, and names those whose gradient, after backward(), is only this
+    rank's part of a sum over the ranks; sum_partial_gradients() sums these.
     """
 
     def __init__(self, full, group, way, sequence_parallel=False):
@@ -275,7 +275,7 @@ class ColumnParallelLoRA(ParallelLoRA):
 class RowParallelLoRA(ParallelLoRA):
     """weight (o, i/P), lora_A (r, i/P); lora_B (o, r), or (o, r/P) where SHARDED; bias (o).
 
-    The bias is the same on all ranks and added after the sum; it is frozen, and has no gradient.
+    The bias is the same on all ranks and added after the sum; frozen, it has no gradient.
     """
 
     base_cut = 1
@@ -291,7 +291,7 @@ class RowParallelLoRA(ParallelLoRA):
     def forward(self, x):
         """x (b, s, i/P) -> (b, s, o), or the rank's tokens (b, s/P, o).
 
-        JOINED and SHARDED add to W x before it is summed over the ranks, APART to the sum.
+        JOINED and SHARDED add B's result to W x before the sum over the ranks, APART after it.
         """
         # exercise: row_lora
         # partial sums (b, s, o), (b, s, r)
@@ -309,9 +309,9 @@ class RowParallelLoRA(ParallelLoRA):
 
 
 def sum_partial_gradients(layers, group):
-    """Sum .grad of what each layer's .partial names over the ranks, after a step's last backward.
+    """After a step's last backward, sum over the ranks .grad of what each layer.partial names.
 
-    One message for all of them, and none where there are none: it has to be waited for before the
+    One message for all of them, and none if there are none. It has to be complete before the
     optimizer may step. Megatron-LM does this in finalize_model_grads().
     """
     # exercise: sum_partial_gradients
@@ -326,7 +326,7 @@ def sum_partial_gradients(layers, group):
 def full_adapter(layer):
     """{"lora_A": (r, i), "lora_B": (o, r)}: the adapter as one device has it, to be saved.
 
-    Copies, on every rank. layer.shapes are the full shapes, layer.cut says what was cut.
+    Returns copies, on every rank. layer.shapes: the full shapes; layer.cut: what was cut.
     """
     # exercise: save_adapter
     adapter = {}
@@ -364,7 +364,7 @@ def distribute(module, mesh, **placements):
 
 
 def convert_at_edges(style, module, mesh, wanted):
-    """Hooks: the input, laid out as the style says, to layout wanted; the output to the style's."""
+    """Hooks: take the input from the style's layout to wanted, the output to the style's."""
 
     def before(_, args):
         x = args[0]
@@ -417,11 +417,11 @@ def matches(name, pattern):
 def translate_to_lora(plan, model):
     """{module's name: style} for parallelize_module, from a plan {pattern: style} without LoRA.
 
-    A LoRALinear gets a new object of LORA_STYLES[type of its style], with that one's input_layouts,
-    output_layouts and use_local_output (the layouts are kept as tuples of one, the constructor
-    wants what is inside). Every other module gets its style as it is: only some layers may have
-    adapters. The plan and its styles stay as they are: other models use them. Raises TypeError for
-    a style of a LoRALinear that LORA_STYLES does not have: a subclass may do anything.
+    A LoRALinear gets a new LORA_STYLES[type of its style], with that style's input_layouts,
+    output_layouts and use_local_output (a style keeps layouts as tuples of one; the
+    constructor wants what is inside). Other modules get their style as it is: only some layers
+    may have adapters. Change neither plan nor styles, which other models use. Raises TypeError
+    for a LoRALinear's style that LORA_STYLES lacks: a subclass may do anything.
     """
     translated = {}
     for (name, module), (pattern, style) in itertools.product(model.named_modules(), plan.items()):

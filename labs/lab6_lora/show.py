@@ -291,8 +291,8 @@ def draw_training(axis, runs):
 
 
 PREDICT = (
-    "how many bytes does the backward of a step all-gather for the adapters alone, SHARDED over 3 "
-    f"ranks: {TOKENS} tokens, {HIDDEN} -> {FEATURES} -> {HIDDEN} features, r = {{lora_rank}}?",
+    f"{TOKENS} tokens, {HIDDEN} -> {FEATURES} -> {HIDDEN} features, r = {{lora_rank}}, way "
+    "SHARDED over 3 ranks: how many bytes does a backward all-gather for the adapters alone?",
     "N ceil(r/P) P numbers of 4 bytes (message bytes): the row parallel layer's, zeros included",
     lambda results: asked(results["ways"])["backward"]["all_gather"],
 )
