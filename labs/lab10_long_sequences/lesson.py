@@ -4,9 +4,9 @@ Question: weights and gradients of a model with 1 billion parameters take 4 GB i
 40 GB are full at 16,000 tokens. What fills the rest, and what can be done without changing one
 gradient?
 
-Idea: the backward needs what the forward computed. Keep less of it, and compute it again; or keep
-it elsewhere. N tokens of all sequences, h hidden, i intermediate, v vocabulary, L layers, numbers
-(not bytes); predict_peak() and the notes say where the factors come from:
+Idea: the backward needs what the forward computed. Keep less of it and compute it again, or
+keep it elsewhere. In numbers (not bytes), with N tokens of all sequences, h hidden, i
+intermediate, v vocabulary, L layers (predict_peak() and the notes explain the factors):
 
     what is alive                     without            with these techniques
     logits, softmax, its gradient     3 N v              3 chunk v          1 the loss in chunks
@@ -16,24 +16,24 @@ it elsewhere. N tokens of all sequences, h hidden, i intermediate, v vocabulary,
     each layer's input                L N h              0                  4 inputs on the host
     8 h of attention's 11 h           N 8 h              N 8 h / C          6 C chunks of heads
 
-3 is a selective policy, a compromise: what is expensive to compute is kept, all else runs again.
-5 is a prediction of the peak from shapes alone. The numbers count the exercises.
+The numbers on the right are the exercises'. 3 is a selective policy, a compromise: it keeps
+what is expensive to compute, all else runs again. 5 predicts the peak from shapes alone.
 
-Tiles: an MLP treats each token by itself, so a tile of tokens at a time can run, in the forward and
-in the backward, where it runs again first. Each tile's intermediates are freed before the next. A
-tile's tokens are those of all sequences: of each of b sequences tokens // b, 1 at least.
+Tiles: an MLP treats each token by itself, so it can run on one tile of tokens at a time, in
+the forward and again in the backward. Each tile's intermediates are freed before the next
+tile. A tile has tokens // b tokens of each of b sequences, 1 at least.
 
     forward    x (b, s, h):  [tile 0] [tile 1] [tile 2]     block(tile) -> y, nothing else is kept
     backward   dy(b, s, h):  [tile 0] [tile 1] [tile 2]     block(tile) again, then its backward;
                                                             the weights' gradients add up
-A layer that is recomputed is run until all that its backward needs is there. So x is kept before
-the tiles run: then the recomputation stops in front of them, and each tile runs twice, not thrice.
+A layer's recomputation stops once all that its backward needs is there. So x is kept before
+the tiles run: the recomputation stops in front of them, and each tile runs twice, not thrice.
 Where grad mode is off (in a Function's forward, in evaluation) autograd keeps nothing at all.
 
-Forward hooks of a module run with it: the gather and the reduce-scatter of a parallel MLP then lie
-inside the tiles, and what is gathered exists for one tile only. Lesson 5 applies this to any
-script's model, memory/techniques.py to attention, too, in tiles and by chunks of heads; with both
-oom_search.py finds the longest sequence that fits.
+A module's forward hooks run with it, so a parallel MLP's gather and reduce-scatter lie inside
+the tiles, and what is gathered exists for one tile only. Lesson 5 applies this to any script's
+model; memory/techniques.py also runs attention in tiles and chunks of heads. oom_search.py
+uses both to find the longest sequence that fits.
 
     python labs/lab10_long_sequences/lesson.py              # it starts its own ranks
     python labs/lab10_long_sequences/lesson.py --plot peak.png --json lab10.json
@@ -81,7 +81,7 @@ def chunked_loss(head, hidden, labels, chunk):
     """Mean loss over all targets; only the logits of `chunk` tokens exist at the same time.
 
     head: nn.Linear(h, v); hidden (b, s, h); labels (b, s): IGNORE where a token is no target. The
-    target of a token is the next one. `chunk` tokens, those of all sequences together.
+    target of a token is the next one. `chunk` counts the tokens of all sequences together.
     """
     # exercise: chunked_loss
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
@@ -98,7 +98,7 @@ def chunked_loss(head, hidden, labels, chunk):
 class KeepInput(torch.autograd.Function):
     """x itself; its node keeps x for the backward, where y.grad_fn.saved_tensors returns it.
 
-    save_for_backward() alone keeps it so that a recomputed layer can drop it; an attribute stays.
+    Keep it by save_for_backward(), which lets a recomputed layer drop it; an attribute stays.
     """
 
     @staticmethod
@@ -119,7 +119,7 @@ class RunTiles(torch.autograd.Function):
     """block(x), a tile of `size` tokens (dim -2) at a time; each tile runs again in the backward.
 
     keeper: the node of KeepInput that has x. Intermediates of one tile only are alive at a time, in
-    the backward, too. The block's parameters are no arguments: add to their .grad.
+    the backward, too. The block's parameters are no arguments, so add to their .grad.
     """
 
     @staticmethod
@@ -153,8 +153,8 @@ class RunTiles(torch.autograd.Function):
 class Tiled(nn.Module):
     """Runs a block that treats each token by itself in tiles, hooks included.
 
-    tokens: of a tile, those of all b sequences together: tokens // b of each, 1 at least. Where all
-    tokens are one tile, the block runs as it is.
+    tokens: of a tile, tokens // b from each of all b sequences, 1 at least. If all tokens are
+    one tile, the block runs as it is.
     """
 
     def __init__(self, block, tokens):
@@ -187,8 +187,8 @@ EXPENSIVE = (  # operations whose results are kept, by PyTorch's names
 def keep_expensive(row_parallel, context, operation, *args, **kwargs):
     """The policy of selective recomputation: is the result of this operation kept?
 
-    Returns CheckpointPolicy.MUST_SAVE or PREFER_RECOMPUTE; torch takes True or False, too. Kept is
-    what EXPENSIVE names, where grad mode is on (inside tiles it is off, they run again anyhow).
+    Returns CheckpointPolicy.MUST_SAVE or PREFER_RECOMPUTE; torch takes True or False, too. It
+    keeps what EXPENSIVE names, if grad mode is on (tiles turn it off: they run again anyhow).
     row_parallel: linears whose products are not kept. args[-1] of a product: the transposed weight.
     """
     # exercise: policy
@@ -233,7 +233,7 @@ def recompute_layers(layers, recompute, hooks):
 
 
 def tile_layer(layer, tokens):
-    """Norms and MLP of a layer in tiles; the norm beside the MLP in the MLP's."""
+    """Put a layer's norms and MLP in tiles; the norm beside the MLP is in the MLP's tiles."""
     if hasattr(layer, "input_layernorm"):
         layer.input_layernorm = Tiled(layer.input_layernorm, tokens)
         layer.mlp = Tiled(nn.Sequential(layer.post_attention_layernorm, layer.mlp), tokens)
@@ -245,7 +245,7 @@ def tile_layer(layer, tokens):
 
 
 def tile_norm(decoder, tokens):
-    """The final norm of HF's LlamaModel in tiles; of a pipeline only the last stage has it."""
+    """Put the final norm of HF's LlamaModel in tiles, on the last stage of a pipeline."""
     if not isinstance(decoder.norm, nn.Identity):
         decoder.norm = Tiled(decoder.norm, tokens)
 
@@ -279,12 +279,12 @@ def predict_peak(config, tokens, itemsize, recompute, tile=None, chunk=None):
       peak       the larger of what the loss has alive (logits, softmax, gradient: 3 v a token) and
                  what one layer's backward has: all that it saves again, and gradients on top
 
-    A layer saves, in numbers a token: of each of two norms its normalized input and output (4 h);
-    q, k, v and attention's output (4 h); the input of the second norm (h); of the MLP gate,
-    silu(gate), up and their product (4 i): 9 h + 4 i. The MLP's backward adds 3 i + h, attention's
-    less. With tiles norms and MLP save 2 h in all (the first norm's output, the MLP's input), 6 h
-    with attention's 4 h. Then attention's backward adds 5 h, the MLP's 2 h and, of a tile, 7 i: the
-    larger counts.
+    A layer saves, in numbers a token: the normalized input and the output of two norms (4 h);
+    q, k, v and attention's output (4 h); the second norm's input (h); the MLP's gate,
+    silu(gate), up and their product (4 i): 9 h + 4 i. The MLP's backward adds 3 i + h,
+    attention's adds less. With tiles, norms and MLP save 2 h (the first norm's output, the
+    MLP's input), which makes 6 h with attention's 4 h. Then attention's backward adds 5 h, the
+    MLP's adds 2 h, and 7 i a token of one tile: the larger counts.
     """
     # exercise: predict
     h, i, v = config.hidden_size, config.intermediate_size, config.vocab_size
@@ -337,8 +337,8 @@ def heads_to_tokens(x, group):
 def attend(x, q_weight, k_weight, v_weight, head_dim, group):
     """Causal attention of the heads whose rows of the weights are given, (b, s/P, n d).
 
-    x (b, s/P, h): this rank's tokens; q_weight (n d, h). Rotary embedding is left out: it treats
-    each head by itself.
+    x (b, s/P, h): this rank's tokens; q_weight (n d, h). Rotary embedding is left out, because
+    it treats each head by itself.
     """
     weights = q_weight, k_weight, v_weight
     heads = [F.linear(x, weight).unflatten(-1, (-1, head_dim)) for weight in weights]

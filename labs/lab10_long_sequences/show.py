@@ -194,10 +194,10 @@ def draw(results, path):
 
 
 PREDICT = (
-    f"with {DEEP} layers, not {LAYERS}, by how many times do loss in chunks, recomputed layers, "
-    "tiles and inputs on the host together lower the peak: h 64, i 192, v 2048, {tokens} tokens?",
-    "L N (10 h + 4 i) + 3 N v and the weights, over 11 N h (one layer's attention), the weights "
-    "and their gradients",
+    f"{DEEP} layers, not {LAYERS}, h 64, i 192, v 2048, {{tokens}} tokens: by which factor do "
+    "a chunked loss, recomputed layers, tiles and inputs on the host together lower the peak?",
+    "(L N (10 h + 4 i) + 3 N v + weights) / (11 N h, one layer's attention, + weights + their "
+    "gradients)",
     lambda results: results["times_smaller"],
 )
 

@@ -13,8 +13,8 @@ Each part gets a formula from what the hardware can do: floating point operation
 over bytes/s, messages over a ring. That gives the seconds of a step for any model, any cluster and
 any split into data, pipeline and tensor parallelism (dp, pp, tp). Then comes what such formulas
 seldom get: a test. published_runs.csv (in this folder) has 838 runs, measured with nanotron on
-1 to 64 nodes of 8 H100. Most of what the formulas need is published. Five numbers are not: of 183
-runs without a pipeline one half gives them, and the other half is the judge.
+1 to 64 nodes of 8 H100. Most of what the formulas need is published. Five numbers are not; one
+half of 183 runs without a pipeline gives them, and the other half is the judge.
 
 What nanotron does in these runs: bf16, 4096 tokens, 256 sequences a step, gradients accumulated in
 float32, sequence parallelism with tp, inputs gathered again for the backward but no other
@@ -125,9 +125,9 @@ def flops_per_token(model, length):
     """Floating point operations that training needs for a token: (layers, attention, head).
 
     Forward and backward, nothing recomputed. A matmul of (n, k) and (k, m) takes 2 n k m; a weight
-    has one matmul in the forward, two in the backward. Norms, rotary and the embedding, which is a
-    lookup, count nothing. attention: q k^T and the product with v, for each token over all `length`
-    positions: what the mask leaves out is counted too (PaLM's convention, and these runs').
+    has one matmul in the forward, two in the backward. Norms, rotary and the embedding, which
+    is a lookup, count nothing. attention: q k^T and the product with v, for each token over
+    all `length` positions, masked ones included (PaLM's convention, and these runs').
     """
     # exercise: flops
     layers = 6 * model.layers * model.layer_weights
@@ -168,9 +168,9 @@ def ring_seconds(message, ranks, in_node, cluster):
     """An all-gather or reduce-scatter of `message` bytes (the full tensor) over a ring of ranks.
 
     in_node: how many of its ranks share a node. A ring takes ranks - 1 steps; in each of them every
-    rank sends one of the message's `ranks` pieces. Inside one node: at cluster.nvlink bytes/s, and
-    a step costs nothing else that these runs would show. Over several nodes: each of the in_node
-    GPUs has a network adapter of its own, so the ring leaves a node at in_node * cluster.network
+    rank sends one of the message's `ranks` pieces. Inside one node they send at cluster.nvlink
+    bytes/s, and a step costs nothing else. Over several nodes each of the in_node GPUs has a
+    network adapter of its own, so the ring leaves a node at in_node * cluster.network
     bytes/s; each step costs cluster.hop seconds besides; and each byte that a rank sends takes
     cluster.spread seconds longer for each node after the first. One rank sends nothing.
     """
@@ -185,12 +185,12 @@ def ring_seconds(message, ranks, in_node, cluster):
 
 
 def exposed_seconds(way, message, matmul, tp):
-    """What of a linear layer's messages nothing hides, forward and backward together.
+    """Seconds of a linear layer's messages that nothing hides, forward and backward together.
 
-    way: "column" or "row". message: seconds of one all-gather or reduce-scatter, which take as long
-    as each other. matmul: seconds of the forward's matmul, of dx's or of dW's, likewise. The table
-    above says what runs beside what. A message is exposed by as much as it takes longer than what
-    it runs beside.
+    way: "column" or "row". message: seconds of one all-gather or reduce-scatter, which take
+    equally long. matmul: seconds of each matmul, the forward's, dx's and dW's. The
+    table above says what runs beside what. A message is exposed by the seconds that it takes
+    longer than what it runs beside.
     """
     # exercise: overlap
     beside_own = max(0.0, message - matmul / tp)
@@ -253,8 +253,8 @@ def head_parts(model, tokens, tp, cluster):
 def host_gap(device, host):
     """Seconds that the device waits for the host's launches, in a microbatch.
 
-    device, host: seconds that either works for it. The forward has a third of the device's work and
-    half of the host's, the backward the rest. In each, the slower of the two decides.
+    device, host: seconds that each works on it. The forward has a third of the device's work
+    and half of the host's; the backward has the rest. In each, the slower of the two decides.
     """
     # exercise: host
     forward = max(0.0, host / 2 - device / 3)
@@ -274,7 +274,7 @@ def stage_parts(model, layers, head, tp, tokens, length, cluster):
 
 def stage_layers(model, pp):
     """(most layers of a stage before the last, layers of the last, which has the head as well)."""
-    head = model.head_weights / model.layer_weights if pp > 1 else 0  # costs as much as layers
+    head = model.head_weights / model.layer_weights if pp > 1 else 0  # in layers of equal cost
     most = math.ceil((model.layers + head) / pp)
     return most, max(0, model.layers - most * (pp - 1))
 
@@ -282,8 +282,8 @@ def stage_layers(model, pp):
 def pipeline_seconds(slowest, stages, microbatches):
     """(work, bubble) of 1F1B: seconds that the slowest stage computes, and seconds that it waits.
 
-    slowest: seconds of its forward and backward of one microbatch. Before its first forward and
-    after its last backward the other stages - 1 need as long as it for one microbatch, in all.
+    slowest: seconds of its forward and backward of one microbatch. It waits, before its first
+    forward and after its last backward, as long as a microbatch takes on the other stages - 1.
     """
     # exercise: bubble
     return microbatches * slowest, (stages - 1) * slowest
@@ -293,8 +293,8 @@ def pipeline_seconds(slowest, stages, microbatches):
 def gradient_seconds(weights, dp, tp, zero, last_backward, cluster):
     """Seconds that data parallelism adds to a step, on a rank with `weights` weights.
 
-    tp ranks of a node are of one replica: a ring over dp replicas has node / tp ranks in each node,
-    at least 1 and at most dp. Gradients are float32. zero 0: an all-reduce, which is a
+    tp ranks of a node are one replica's, so a ring over dp replicas has node / tp ranks in
+    each node, at least 1, at most dp. Gradients are float32. zero 0: an all-reduce, which is a
     reduce-scatter and an all-gather; it starts bucket by bucket in the last microbatch's backward,
     which hides up to last_backward seconds of it. zero 1: a reduce-scatter and, after the
     optimizer, an all-gather of the weights in bf16; these runs show nothing that hides them.
@@ -317,8 +317,8 @@ def optimizer_seconds(weights, dp, zero, cluster):
 def step_parts(model, cluster, dp, pp, tp, microbatch, microbatches=1, length=4096, zero=0):
     """{part: seconds} of a training step on dp x pp x tp GPUs. The parts add up to the step.
 
-    microbatch: sequences in one; microbatches: of each replica, in a step. A send between pipeline
-    stages is short beside what the stages compute, and is left out.
+    microbatch: sequences in one; microbatches: how many a replica has in a step. A send
+    between pipeline stages is short beside what the stages compute, and is left out.
     """
     most, last = stage_layers(model, pp)
     stages = [(last, True), (most, False)] if pp > 1 else [(last, True)]
@@ -344,8 +344,8 @@ def predict(*split, **options):
 def predict_run(row, cluster=H100):
     """Tokens a second a GPU of a run: {column of published_runs.csv: its text}.
 
-    mbs: sequences a microbatch; gradacc: microbatches a step, on each of dp replicas. Where these
-    three do not make the gbs sequences that the row claims, what they make counts.
+    mbs: sequences a microbatch; gradacc: microbatches a step, on each of dp replicas. If these
+    three do not make the gbs sequences that the row claims, count what they make.
     """
     # exercise: predict_run
     names = "dp", "pp", "tp", "mbs", "gradacc", "zero"
@@ -407,10 +407,10 @@ def waiting(runs):
 def strategy_messages(model, strategy, ranks, length):
     """What a rank sends for one sequence of `length` tokens, in bf16: [(op, calls, message bytes)].
 
-    Bytes: of all calls together; of an all_to_all the rank's own input. Of tp.py, sp_megatron.py,
-    sp_ulysses.py (--shard-weights) and pp.py as they are by default: a layer is recomputed up to
-    its last matmul, the head once. Messages that hardly count (the loss, gradients of norms) are
-    left out. H is a (length, hidden) tensor:
+    Bytes are those of all calls together; an all_to_all counts the rank's own input. tp.py,
+    sp_megatron.py, sp_ulysses.py (--shard-weights) and pp.py run with their defaults: they
+    recompute a layer up to its last matmul, and the head once. Messages that hardly count (the
+    loss, gradients of norms) are left out. H is a (length, hidden) tensor:
 
     tp       all_reduce H: a layer 2 forward, 2 backward, 1 recomputed; embedding 1; head 1
     sp       all_gather H: a layer 2, 2, 2; embedding 1; head 1 forward, 1 recomputed

@@ -243,8 +243,8 @@ def experiment(lab, args):
 PREDICT = (
     "how many milliseconds does an all-gather of 3B's hidden states take on 32 ranks of 4 nodes "
     "(4096 tokens, 3072 wide, bf16)?",
-    "31 steps x 44.1 us, and 31/32 of 25.2 MB, each byte of which takes 1 / (8 x 36.7 GB/s) and "
-    "3 x 0.42 ps: most of it is steps, not bytes",
+    "31 steps x 44.1 us, and 31/32 of 25.2 MB, each byte of which takes 1 / (8 x 36.7 GB/s) + "
+    "3 x 0.42 ps; most of the time goes to steps, not to bytes",
     lambda results: results["gather_ms"],
 )
 

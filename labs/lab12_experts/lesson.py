@@ -2,8 +2,8 @@
 
 Question: Qwen3-30B-A3B has 128 small MLPs in each layer, its experts, and a router that sends each
 token through 8 of them: the parameters of a 30B model for the FLOPs of a 3B model. Which rank holds
-which expert? How does a token get there, when only the router knows how many go where? And what are
-the gradients divided by, where an expert has seen tokens of every rank?
+which expert? How does a token get there, if only the router knows how many go where? And what
+are the gradients divided by, if an expert has seen every rank's tokens?
 
 Idea: each rank has its own sequences (data parallelism) and some of the experts (expert
 parallelism, EP). The tokens travel. n tokens of a rank, k experts a token, E experts, P ranks:
@@ -25,20 +25,20 @@ parallelism, EP). The tokens travel. n tokens of a rank, k experts a token, E ex
       arrived    a1   b1 b0                   arrived    a0 a2
       experts    A: a1 b1   B: b0             experts    C: a0 a2
 
-The backward takes the same two ways: where a row went its gradient comes from.
+The backward takes the same two ways: a row's gradient comes from where the row went.
 
-What is summed over whom. Let R groups of P ranks each hold all experts once. The loss is the mean
-over the tokens of all P R ranks. A parameter that every rank has (router, attention, ...) has a
-gradient from this rank's tokens: the sum is over all P R ranks. An expert's gradient has been
-collected by the all-to-all from the P ranks of its group already: what is left is a sum over its R
-replicas. Both are divided by the number of all tokens. An average over the replicas, as DDP takes
-it, divides an expert's by R instead of P R: it is P times too large. The loss of that step is
-right, and AdamW hides the factor. See Megatron-LM's pull requests 5956 and 6450, PyTorch's issue
-160285, megablocks' issue 86.
+What is summed over which ranks. Let R groups of P ranks each hold all experts once. The loss
+is the mean over the tokens of all P R ranks. A parameter that every rank has
+(router, attention, ...) has a gradient from this rank's tokens, so it is summed over all P R
+ranks. The all-to-all has collected an expert's gradient from the P ranks of its group, so it
+is summed over its R replicas only. Both are divided by the number of all tokens. DDP averages
+over the replicas and so divides an expert's by R instead of P R: it is P times too large. The
+loss of that step is right, and AdamW hides the factor. See Megatron-LM's pull requests 5956
+and 6450, PyTorch's issue 160285, megablocks' issue 86.
 
 Without a remedy a router comes to prefer few experts, and every step waits for the rank that has
-them. Two remedies: a balance loss, which is smallest where all experts are used alike; and a
-capacity: what an expert cannot take is dropped, and the token goes on as its residual alone.
+them. One remedy is a balance loss, which is smallest if all experts are used alike; another is
+a capacity: what an expert cannot take is dropped, and only the token's residual goes on.
 
     python labs/lab12_experts/lesson.py                   # it starts its own ranks
     python labs/lab12_experts/lesson.py --ranks 3 --plot experts.png --json lab12.json
@@ -81,9 +81,9 @@ def shares(n, world):
 def route(logits, k, renormalise):
     """Choose k experts for each token: (weights (n, k), experts (n, k)) of router logits (n, E).
 
-    The weights are the k largest of the softmax over all E experts, largest first; with renormalise
-    (Mixtral) divided by their sum, so that a token's weights add up to 1. Their gradient goes to
-    the logits.
+    The weights are the k largest of the softmax over all E experts, largest first; with
+    renormalise (Mixtral) they are divided by their sum, so that a token's weights add up to 1.
+    Their gradient goes to the logits.
     """
     # exercise: routing
     weights, experts = logits.softmax(-1).topk(k, -1)
@@ -113,10 +113,9 @@ def drop(weights, experts, count, capacity):
 def sort_choices(experts, count):
     """(order (rows,), sizes (E,)) of experts (n, k), whose n k choices count token by token.
 
-    order: the choices' numbers (token x k + place), sorted by expert, and where the expert is the
-    same in the order of tokens. sizes: how many there are of each of `count` experts, also none, a
-    tensor of whole numbers as order is.
-    A choice of expert number `count` has been dropped: it is in neither.
+    order: the choices' numbers (token x k + place), sorted by expert, for the same expert by
+    token. sizes: how many choices each of the `count` experts has, perhaps 0. Both are tensors
+    of integers. A choice of expert number `count` has been dropped and is in neither.
     """
     # exercise: permutation
     sizes = experts.flatten().bincount(minlength=count)[:count]
@@ -179,7 +178,7 @@ class WeightedSum(torch.autograd.Function):
 def exchange_sizes(sizes, group):
     """Tell each rank how many rows it will get: sizes (E,) of this rank -> (P, own), tensors.
 
-    Entry (r, e) of the result: how many rows rank r sends to expert e of this rank's own. Ranks
+    Entry (r, e) of the result: how many rows rank r sends to this rank's expert e. Ranks
     hold shares(E, P) experts. One collective: only sizes travel here.
     """
     held = shares(len(sizes), group.size())
@@ -223,7 +222,7 @@ class AllToAll(torch.autograd.Function):
 def by_expert(arriving):
     """(rows,): the places of rows that have arrived, sorted by expert, then by rank.
 
-    arriving (P, own): of exchange_sizes(). The rows lie rank by rank, those of a rank by expert.
+    arriving (P, own): from exchange_sizes(). Rows lie rank by rank, within a rank by expert.
     """
     # exercise: experts
     ranks, own = arriving.shape
@@ -236,9 +235,9 @@ def run_experts(rows, sizes, gate_up, down):
     """down(silu(gate x) * up x) of the expert of each row: rows (m, h) -> (m, h).
 
     sizes (own,): a tensor; the first sizes[0] rows are expert 0's, ... gate_up (own, 2 i, h): an
-    expert's gate matrix above its up matrix; down (own, h, i). An expert may have no rows, and a
-    rank no expert: the result belongs to the graph all the same, because in the backward every rank
-    joins each all-to-all.
+    expert's gate matrix above its up matrix; down (own, h, i). An expert may have no rows, a
+    rank may have no expert. The result belongs to the graph all the same, because every rank
+    joins each all-to-all of the backward.
     """
     # exercise: experts
     out = [rows[:0]]
@@ -250,10 +249,10 @@ def run_experts(rows, sizes, gate_up, down):
 
 
 class ExpertParallel(nn.Module):
-    """In the place of Hugging Face's block of a router and E experts: this rank's share of those.
+    """A rank's share of the experts, with the router, in place of Hugging Face's block.
 
-    factor: of the capacity, None for no limit: of a rank's n tokens an expert takes factor times an
-    even share, n k / E, rounded up. logits: the router's (n, E) of the last forward.
+    factor: of a rank's n tokens an expert takes factor times its even share, n k / E, rounded
+    up; None: it has no limit. logits: the router's (n, E) of the last forward.
     """
 
     def __init__(self, block, group, factor=None):
@@ -275,7 +274,7 @@ class ExpertParallel(nn.Module):
         return self.mix(x, weights, experts).view_as(hidden_states)
 
     def mix(self, x, weights, experts):
-        """x (n, h) through the experts (n, k), wherever these are, with their weights: (n, h)."""
+        """Send x (n, h) to its experts (n, k), wherever they are; the weighted sum (n, h)."""
         # exercise: block
         order, sizes = sort_choices(experts, len(self.router))
         arriving = exchange_sizes(sizes, self.group)
@@ -294,12 +293,12 @@ class ExpertParallel(nn.Module):
 
 
 def message_bytes(choices, rank, h, itemsize):
-    """(message, wire) bytes of the all-to-alls of a block in a forward and its backward, of a rank.
+    """A rank's (message, wire) bytes of a block's all-to-alls, forward and backward together.
 
-    choices (P, E): how many choices of each rank's tokens fall on each expert, those dropped left
-    out. message: all input of this rank's collectives; wire: what of it goes to other ranks. Sizes
-    are int64, rows have h numbers of `itemsize` bytes. What the backward sends follows from where
-    the rows went.
+    choices (P, E): how many choices of each rank's tokens fall on each expert, without dropped
+    ones. message: all input of this rank's collectives; wire: the part of it that goes to
+    other ranks. Sizes are int64, rows have h numbers of `itemsize` bytes. What the backward
+    sends follows from where the rows went.
     """
     held = shares(choices.shape[1], len(choices))
     # exercise: bytes
@@ -318,11 +317,11 @@ def message_bytes(choices, rank, h, itemsize):
 def balance_losses(logits, k, group):
     """The sum of the balance losses of this rank's tokens, from router logits [(n, E) of a layer].
 
-    A token's, in a layer: E times the sum over the experts of its probability (softmax) times the
-    expert's share. An expert's share: choices that fall on it, over tokens, both counted over all
-    layers and all ranks of the group; it has no gradient. A token's of several layers: their mean.
-    The mean over all tokens is then Hugging Face's aux_loss: k when even, up to E when not.
-    One collective, of E numbers; a rank may have no tokens.
+    A token's loss in a layer: E times the sum over the experts of its probability (softmax)
+    times the expert's share, which is the expert's choices over the tokens, both counted over
+    all layers and all ranks of the group, without a gradient. A token's loss is the mean of
+    its layers'. The mean over all tokens is then Hugging Face's aux_loss: k if even, up to E
+    if not. One collective, of E numbers; a rank may have no tokens.
     """
     # exercise: balance
     probabilities = torch.cat(logits).softmax(-1)  # (L n, E)
@@ -355,7 +354,7 @@ def average_gradients(dense, experts, tokens, everyone, replicas):
 
 
 def make_groups(ranks, parallel):
-    """(the group of ranks that hold all experts together, that of the replicas), of this rank.
+    """This rank's groups: (the ranks that together hold all experts, its experts' replicas).
 
     Ranks 0 to P - 1 (P: parallel) hold all experts, the next P again, ...
     """
@@ -364,7 +363,7 @@ def make_groups(ranks, parallel):
 
 
 def parallelize(model, group, factor=None):
-    """Replace each block of experts of Hugging Face's model, in place: [ExpertParallel]."""
+    """Replace each block of experts of Hugging Face's model; returns [ExpertParallel]."""
     layers = [layer for layer in model.model.layers if hasattr(layer.mlp, "experts")]
     for layer in layers:
         layer.mlp = ExpertParallel(layer.mlp, group, factor)
@@ -372,7 +371,7 @@ def parallelize(model, group, factor=None):
 
 
 def train_step(model, blocks, ids, labels, coefficient, everyone, replicas):
-    """Forward and backward on this rank's sequences ids (b, s), b may be 0; the loss of all tokens.
+    """Forward and backward on ids (b, s), b may be 0; returns the mean loss of all tokens.
 
     labels (b, s): each token's target. A token's loss is its cross entropy and `coefficient` times
     its balance loss.

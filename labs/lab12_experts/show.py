@@ -272,9 +272,9 @@ def draw(results, path):
 
 
 PREDICT = (
-    "how many message bytes of rows do the all-to-alls of one block carry in a forward and its "
-    f"backward, all {{ranks}} ranks together: {TOKENS} tokens a rank, {ASKED} experts a token, "
-    f"h {HIDDEN}, float64?",
+    f"{{ranks}} ranks, {TOKENS} tokens a rank, {ASKED} experts a token, h {HIDDEN}, float64: "
+    "how many message bytes of rows do one block's all-to-alls carry in a forward and its "
+    "backward, summed over the ranks?",
     f"4 all-to-alls x ranks x {TOKENS} x {ASKED} rows x {HIDDEN} x 8 bytes, whatever the router "
     "chooses",
     lambda results: results["bytes"][-1]["message"] - 8 * EXPERTS * results["ranks"],

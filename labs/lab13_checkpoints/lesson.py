@@ -1,10 +1,10 @@
 """Lab 13. Checkpoints: saved in one layout, loaded in another.
 
-Question: tensor parallelism on 2 GPUs saved a run. Tomorrow there are 3 GPUs, or a pipeline, or
-one. How does each rank find its numbers, and what if the job is killed while it saves?
+Question: tensor parallelism on 2 GPUs saved a run. Tomorrow there are 3 GPUs, or only one, or
+a pipeline. How does each rank find its numbers, and what if the job is killed while it saves?
 
-Idea: a file says which numbers of which *full* tensor it holds, whatever the layout. In row-major
-order that is always `count` runs of `length` numbers, `stride` apart. Of a (4, 6) matrix # is held:
+Idea: a file says which numbers of which *full* tensor it holds, in any layout. In row-major
+order these are `count` runs of `length` numbers, `stride` apart. In a (4, 6) matrix # is held:
 
     rows 1, 2         ......        columns 2, 3    ..##..        numbers 8..14   ......
     (tp.py: q, k, v,  ######        (tp.py: o_proj, ..##..        (ZeRO-3: a flat ..####
@@ -13,16 +13,16 @@ order that is always `count` runs of `length` numbers, `stride` apart. Of a (4, 
     offset 6, length 12, count 1    offset 2, length 2,           offset 8, length 7, count 1
                                     stride 6, count 4
 
-A pipeline's rank holds whole tensors. Saving, the third time in a folder:
+A pipeline's rank holds whole tensors. The third save in a folder:
 
     each rank    save3-rank0.safetensors, save3-rank1.safetensors, ...     its own pieces, once
                      | only when every file is on the disk
     rank 0       index.json: {tensor: shape, dtype, pieces: [file, at, runs]}, written beside the
                  old one, renamed over it: now the new one counts. Then save2's files are removed
 
-What several ranks hold (norms; in Ulysses all; a pipeline's tied embedding) is saved by one of
-them, padding by none. Loading, a rank reads what overlaps with its own, straight into place: none
-ever has the whole model. AdamW's averages are cut as their parameter is; its step count is not.
+What several ranks hold (norms; in Ulysses all; a pipeline's tied embedding) one of them saves;
+none saves padding. To load, a rank reads what overlaps with its own straight into place, so
+none has the whole model. AdamW's averages are cut like their parameter, its step count is not.
 
     python labs/lab13_checkpoints/lesson.py --plot lab13.png  # checks and experiments
     python labs/lab13_checkpoints/lesson.py --pairs all       # every layout into every other
@@ -72,14 +72,14 @@ class Shard:
 
 
 def whole(shape):
-    """The Shard of a rank that holds all of a tensor; of a number, shape (), too."""
+    """The Shard of a rank that holds all of a tensor; also of a number, shape ()."""
     return Shard(tuple(shape), 0, math.prod(shape))
 
 
 def cut(shape, dim, start, end):
-    """The Shard with [start, end) of dimension `dim`. Where that is all of `dim`: whole(shape).
+    """The Shard with [start, end) of dimension `dim`. If that is all of `dim`: whole(shape).
 
-    One run where the numbers are one behind the other (dim 0): then its stride is 0, count 1.
+    It is one run, with stride 0 and count 1, if no gap is between the numbers (as in dim 0).
     """
     # exercise: cut
     inner, outer = math.prod(shape[dim + 1 :]), math.prod(shape[:dim])
@@ -91,11 +91,11 @@ def cut(shape, dim, start, end):
 
 
 def flat_cut(shapes, rank, world):
-    """What ZeRO-3 leaves a rank of tensors of these shapes: [(Shard or None, at), ...], one each.
+    """A rank's share of tensors of these shapes in ZeRO-3: [(Shard or None, at)], one each.
 
     The tensors lie one behind the other in a flat vector, padded until P divides its length; a rank
-    holds a P-th of it (lab 9). at: where the Shard's numbers begin in that. None, 0: it has none of
-    this tensor. Padding belongs to no tensor.
+    holds a P-th of it (lab 9). at: where the Shard's numbers begin in that. (None, 0): it has
+    none of this tensor. Padding belongs to no tensor.
     """
     # exercise: cut
     size = -(-sum(math.prod(shape) for shape in shapes) // world)
@@ -113,8 +113,8 @@ def flat_cut(shapes, rank, world):
 def overlap(mine, theirs):
     """Yield (i, j, n): n numbers from position i of my tensor are those from position j of theirs.
 
-    Two Shards of one full tensor; positions count numbers of what each holds. In order, one for
-    each run of mine and run of theirs that share numbers.
+    Both are Shards of one full tensor; positions count the numbers that each holds. In order,
+    one triple for each run of mine and run of theirs that share numbers.
     """
     # exercise: overlap
     a = b = 0  # a run of mine, a run of theirs
@@ -136,10 +136,10 @@ def overlap(mine, theirs):
 def owners(layouts):
     """{(name, Shard): the rank that saves it}. layouts: of each rank {name: Shard}.
 
-    First what one rank alone holds, then what two hold, and so on; of those that equally many ranks
-    hold, in the order of the layouts, rank 0's first. Each goes to the holder with the fewest
-    numbers to save so far; of several such, to the lowest. Raises CheckpointError, with the
-    tensor's name, unless the pieces cover the tensor exactly once.
+    First deal out what one rank alone holds, then what two hold, and so on; what equally many
+    ranks hold in the order of the layouts, rank 0's first. Each goes to the holder with the
+    fewest numbers to save so far; of several such, to the lowest. Raises CheckpointError, with
+    the tensor's name, unless the pieces cover the tensor exactly once.
     """
     # exercise: owners
     holders, taken, owner, covered = {}, [0] * len(layouts), {}, {}
@@ -164,17 +164,17 @@ def bytes_of(tensor):
 
 
 def sync_folder(folder):
-    """Have the names in a folder on the disk: of files that were made, renamed or removed."""
+    """Put a folder's names on the disk, after files were made, renamed or removed."""
     descriptor = os.open(folder, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
 
 
 def write_tensors(path, kinds, get):
-    """Write a safetensors file, and have it on the disk; returns {"bytes", "crc32", "at"}.
+    """Write a safetensors file, down to the disk; returns {"bytes", "crc32", "at"}.
 
-    kinds {name: (dtype as DTYPES names it, shape)}. get(name): the tensor; it makes one at a time,
-    so it is called for each when those before are written. The file:
+    kinds {name: (dtype as DTYPES names it, shape)}. get(name) makes the tensor: call it when
+    the tensors before are written, so that one exists at a time. The file:
 
         8 bytes    n, little-endian
         n bytes    JSON: {"__metadata__": {"format": "pt"}, name: {"dtype": .., "shape": [..],
@@ -182,7 +182,7 @@ def write_tensors(path, kinds, get):
         the rest   the tensors' numbers, one tensor behind the other; data_offsets count from here
 
     "at" {name: where its numbers begin, from the file's start}; "crc32": zlib.crc32 of all bytes.
-    To be on the disk: os.fsync of the open file, then sync_folder.
+    It is on the disk after os.fsync of the open file, then sync_folder.
     """
     # exercise: write
     header, end = {"__metadata__": {"format": "pt"}}, 0
@@ -227,7 +227,7 @@ def gather_objects(value, group):
 
 
 def gather_layouts(layout, group):
-    """Every rank's {name: Shard}; sent as tuples, as pickle does not find the classes of a lab."""
+    """Every rank's {name: Shard}; sent as tuples, because pickle finds no class of a lab."""
     plain = {name: dataclasses.astuple(shard) for name, shard in layout.items()}
     everyone = gather_objects(plain, group)
     return [{name: Shard(*fields) for name, fields in each.items()} for each in everyone]
@@ -249,9 +249,9 @@ def make_index(number, layouts, everyone):
 def commit(folder, index):
     """Make index.json this index, then remove all save*.safetensors that it does not name.
 
-    At any moment a kill, or a power failure (which takes what is not on the disk), has to leave the
-    old index or this one, with all files that it names: so it is written to index.json.draft,
-    os.fsync, os.replace over index.json, sync_folder; only then files are removed (Path.unlink).
+    At any moment a kill or a power failure (which takes what is not on the disk) has to leave
+    the old index or this one, and all files that it names. So write index.json.draft, os.fsync
+    it, os.replace index.json by it, sync_folder; only then Path.unlink files.
     """
     # exercise: save
     draft = Path(folder, "index.json.draft")
@@ -268,7 +268,7 @@ def commit(folder, index):
 
 
 def save(folder, tensors, layout, group):
-    """Save what all ranks hold, each number once; in a folder that may have an older checkpoint.
+    """Save what all ranks hold, each number once, in a folder that may have a checkpoint.
 
     tensors {name: what this rank holds}, layout {name: Shard}. Each rank writes what owners() gives
     it to save{number}-rank{rank}.safetensors; number: the old index's plus 1, else 1. When all
@@ -295,9 +295,9 @@ def save(folder, tensors, layout, group):
 
 
 def damage(folder, index, files):
-    """What is wrong with the first of these files that is not as the index has it; or None.
+    """A line on the first of these files that is not as the index has it, or None.
 
-    A line with its path: it is missing, or has other bytes or crc32 (damaged, or another
+    It has the path and says: missing, or another size, or another crc32 (damaged, or another
     checkpoint's). Read in blocks of BLOCK bytes, never whole."""
     # exercise: verify
     for name in files:
@@ -339,8 +339,8 @@ def read_into(file, at, view):
 def fill(folder, index, tensors, layout):
     """Read this rank's numbers of every tensor of the layout, in place, from whatever files.
 
-    "runs" of a piece: a Shard's fields behind its shape; "at": in bytes. Read what overlaps alone,
-    by read_into() from open(path, "rb", buffering=0), straight into bytes_of() the tensor.
+    A piece's "runs": a Shard's fields after its shape; "at": in bytes. Read only what
+    overlaps, by read_into() from open(path, "rb", buffering=0), into bytes_of() the tensor.
     """
     # exercise: fill
     for name, shard in layout.items():
@@ -355,7 +355,7 @@ def fill(folder, index, tensors, layout):
 def load(folder, tensors, layout, group, index=None):
     """Fill all ranks' tensors from a checkpoint; index: that of import_index(), else the folder's.
 
-    First each rank checks a part of the files, and its own names. What one finds, all raise.
+    First each rank checks a part of the files, and its own names. All raise what one finds.
     """
     index = index or read_index(folder)
     files = sorted(index["files"])[group.rank() :: group.size()]
@@ -374,9 +374,9 @@ def load(folder, tensors, layout, group, index=None):
 def training_state(model, optimizer):
     """{name: data, "name/step": .., "name/exp_avg": .., "name/exp_avg_sq": ..} of all parameters.
 
-    The tensors themselves, no copies: training goes on with what is read into them. Tied parameters
-    once, under the first name. A parameter without a state yet gets AdamW's first: zeros; "step" is
-    a tensor of shape (), float32.
+    The tensors are no copies, because training goes on with what is read into them. Tied
+    parameters are named once, by the first name. A parameter without a state yet gets AdamW's
+    first: zeros; "step" is a tensor of shape (), float32.
     """
     # exercise: optimizer
     found = {}
@@ -401,7 +401,7 @@ def state_layout(layout):
 def export(folder, path):
     """Write the parameters of a checkpoint as one safetensors file that HF's from_pretrained reads.
 
-    No optimizer state (names with a "/"), one full tensor at a time, a draft that is renamed.
+    Leave out optimizer state ("/" in names). Make one full tensor at a time; rename a draft.
     """
     # exercise: export
     index, kinds = read_index(folder), {}
@@ -420,9 +420,9 @@ def export(folder, path):
 
 
 def import_index(folder):
-    """An index for load() of a folder with *.safetensors of HF's: no number is read or copied.
+    """An index for load() of a folder with HF's *.safetensors; no number is read or copied.
 
-    As make_index() makes it, with "number" 0 and no "files": HF has no checksums. A piece a tensor.
+    Like make_index()'s, with "number" 0, no "files" (HF has no checksums), one piece a tensor.
     """
     index = {"format": FORMAT, "number": 0, "files": {}, "tensors": {}}
     for path in sorted(Path(folder).glob("*.safetensors")):

@@ -240,8 +240,8 @@ def draw(results, path):
 
 
 PREDICT = (
-    "tp.py saved on 3 ranks, and 2 load. The embedding has 50 rows; the first ranks have one more "
-    "where they cannot have the same. What percentage of rank 0's rows is in rank 1's file?",
+    "tp.py saved on 3 ranks, and 2 load. The embedding has 50 rows; if P does not divide 50, "
+    "the first ranks have one more. What percentage of rank 0's rows is in rank 1's file?",
     "rank 0 of 2 has rows 0 to 24, rank 1 of 3 saved rows 17 to 33: 8 of 25",
     lambda results: results["from_rank1"],
 )

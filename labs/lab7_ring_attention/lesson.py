@@ -1,9 +1,9 @@
-"""Lab 7: Ring attention. One sequence, sharded over P ranks, in front of one softmax.
+"""Lab 7: Ring attention. One sequence, sharded over P ranks, goes through one softmax.
 
 A sequence is too long for one device. Everything in a transformer but attention works token by
 token, so each rank takes s/P tokens (context parallelism, CP). But a query needs the keys and
-values of all tokens before it: how does it see them, when no rank may hold them all? The queries
-stay, the keys and values travel round a ring. P = 3:
+values of all tokens before it. How does it see them, if no rank may hold them all? The queries
+stay; the keys and values travel round a ring. P = 3:
 
               rank 0        rank 1        rank 2
     step 0    q0 x kv0      q1 x kv1      q2 x kv2      meanwhile each kv travels to rank + 1
@@ -17,20 +17,20 @@ whole (online softmax):
     lse = log(exp(lse1) + exp(lse2))        out = exp(lse1 - lse) out1 + exp(lse2 - lse) out2
 
 The backward goes round once more. Given the final lse, exp(score - lse) is the whole softmax's
-probability from the first step on: gradients of parts are simply added. Those of kv0 travel with
-kv0, each rank adds what its queries say, and one last send brings them home.
+probability from the first step on, so the parts' gradients are simply added. kv0's gradient
+travels with kv0: each rank adds its queries' part, and one last send brings it home.
 
-Causal attention makes the ring uneven. q0 may not see kv1 or kv2: placed in order, rank 0 idles
-while rank 2 works, and a ring is as slow as its busiest rank. Zigzag cuts 2P chunks; rank r holds
-chunks r and 2P - 1 - r:
+Causal attention makes the ring uneven. q0 may not see kv1 or kv2: with tokens in order, rank 0
+idles while rank 2 works, and a ring is as slow as its busiest rank. Zigzag cuts 2P chunks;
+rank r holds chunks r and 2P - 1 - r:
 
     chunk         0  1  2  3  4  5        rank 0 holds the least and the most expensive queries,
     contiguous    0  0  1  1  2  2        rank 2 two middle ones: all ranks have the same to do,
     zigzag        0  1  2  2  1  0        not only in sum but in every step
 
 Cost, with KV = 2 b (s/P) kv_heads d numbers: forward P - 1 sends of KV; backward P - 1 sends of KV
-and P of its gradient. All but the last travel while the rank computes. Heads are not cut: P may
-exceed them.
+and P of its gradient. All but the last travel while the rank computes. Heads are not cut, so P
+may exceed their number.
 
     python labs/lab7_ring_attention/lesson.py                  # checks and experiments
     python labs/lab7_ring_attention/lesson.py --plot lab7.png --json lab7.json
@@ -72,7 +72,7 @@ def split(n, rank, world):
 
 
 def positions(length, rank, world, placement):
-    """The positions (n,) of the tokens that a rank holds, ascending; its position ids too.
+    """The positions (n,) of the tokens that a rank holds, ascending, as position ids.
 
     CONTIGUOUS: split(length, rank, world). ZIGZAG: split() into 2 * world chunks, of which it holds
     number rank and number 2 * world - 1 - rank. Nothing is padded: ranks may differ by one token.
@@ -87,7 +87,7 @@ def positions(length, rank, world, placement):
 
 
 def work(length, world, placement):
-    """(P, P) integers: the (query, key) pairs that rank r has to multiply in step t, at [r, t].
+    """(P, P) integers: at [r, t] how many (query, key) pairs rank r multiplies in step t.
 
     In step t rank r has the keys of rank (r - t) mod P. A query at position i sees the keys up to
     i, its own included.
@@ -107,14 +107,14 @@ def work(length, world, placement):
 # The lesson 2: attention over a part of the keys
 # --------------------------------------------------------------------------------------------------
 
-# Shapes: q and out (b, kv, g, n, d), of kv KV heads each is read by g query heads; k and v
+# Shapes: q and out (b, kv, g, n, d), because g query heads read each of kv KV heads; k and v
 # (b, kv, m, d). q_pos (n,) and k_pos (m,) are their positions, ascending.
 
 
 def tiles(q_pos, k_pos):
     """Slices (rows, keys): TILE queries at a time, and the keys that the last of them sees.
 
-    The other keys lie in the future of all. So FlashAttention skips half of a causal attention.
+    All of these queries precede the other keys. So FlashAttention skips half of the work.
     """
     for start in range(0, len(q_pos), TILE):
         rows = slice(start, start + TILE)
@@ -132,8 +132,8 @@ def scores(q, k, q_pos, k_pos):
 def attend(q, k, v, q_pos, k_pos):
     """Attention over these keys alone: out like q, lse (b, kv, g, n), log of summed exp(scores).
 
-    A query that sees none of the keys has out 0 and lse minus infinity. Write what the scores()
-    of a tile give to out[..., rows, :] and lse[..., rows]; other tiles stay as they are.
+    A query that sees none of the keys has out 0 and lse minus infinity. From a tile's scores()
+    write out[..., rows, :] and lse[..., rows]; other tiles stay as they are.
     """
     out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf)
     for rows, keys in tiles(q_pos, k_pos):
@@ -163,7 +163,7 @@ def merge(out1, lse1, out2, lse2):
 
 
 def attend_backward(q, k, v, dout, lse, delta, q_pos, k_pos):
-    """What these keys add to dq, and dk, dv as far as these queries know: (dq, dk, dv).
+    """(dq, dk, dv): the part of dq from these keys, and of dk and dv from these queries.
 
     lse and delta = sum of dout * out (b, kv, g, n) are those of the whole attention, over all keys.
     With p = exp(scores - lse):   dv = p^T dout,   ds = p (dout v^T - delta),   dq = ds k / sqrt(d),
@@ -237,11 +237,11 @@ def ring_forward(q, k, v, length, placement, group):
 
 
 def ring_backward(q, k, v, out, lse, dout, length, placement, group):
-    """(dq, dk, dv) of this rank's tokens: out, lse of ring_forward(), dout the gradient of out.
+    """(dq, dk, dv) of this rank's tokens; out, lse: ring_forward()'s; dout: out's gradient.
 
-    K and V go round as in the forward; their gradient (2, b, kv, n, d) follows one step behind:
-    while this rank works on a block, what the others found for it arrives. P sends, the last one
-    takes it home.
+    K and V go round as in the forward; their gradient (2, b, kv, n, d) follows one step
+    behind: while this rank works on a block, the others' gradient of it arrives. The last of P
+    sends takes it home.
     """
     rank, P = group.rank(), group.size()
     held = [positions(length, other, P, placement) for other in range(P)]

@@ -11,15 +11,15 @@ A mesh is an array of ranks, a group is a line in it. 8 ranks, dp x pp x tp, tp 
     pp 1: loss   [rank 2] --- [rank 3]  . . .   [rank 6] --- [rank 7]     send (b, s/tp, h)
     layers 3, 4                . . .  dp (0 and 4, 1 and 5, ...), once a step: all gradients
 
-tp talks most, so its ranks are neighbours on one node (NVLink). dp sends all gradients, but once a
-step, and can hide that behind the backward; pp sends little. What a rank takes part in, in a
+tp sends most, so its ranks are neighbours on one node (NVLink). dp sends all gradients, but
+once a step, and can hide that behind the backward; pp sends little. A rank's messages in a
 step (N = b s tokens of its replica, h hidden, L layers of its stage; the embedding adds a
-reduce-scatter, the head an all-gather):
+reduce-scatter, the head adds an all-gather):
 
     count       dp           how many targets all replicas have: one number
     forward     tp           2 L all-gathers and 2 L reduce-scatters of N h;  pp: a send of N h / tp
     backward    tp           the same;                                        pp: the same
-    gradients   tp, kv       norms saw this rank's tokens; K, V that replicas hold its query heads
+    gradients   tp, kv       norms saw own tokens only; replicated K, V saw own query heads
                 embedding    first and last stage hold one table, as embedding and as head
                 dp           everything saw this replica's sequences
     norm        pp x tp      the sum of the squares of all gradients, *counted once*: one number
@@ -220,7 +220,7 @@ def keep(parameter, dim, start, end, replicas=1):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows [start, end) of an nn.Embedding; another rank's token looks up nothing here."""
+    """Rows [start, end) of an nn.Embedding; another rank's token is masked to zero here."""
 
     def __init__(self, embedding, start, end, group):
         super().__init__()
@@ -318,7 +318,7 @@ def parallelize(model, groups):
     """Cut HF's LlamaForCausalLM down to this rank's share of this rank's stage, in place.
 
     model.stage = (first layer, end), and every parameter has `shared`, the groups of copies_of().
-    Names stay HF's, nn.Identity() stands for other stages' parts; the last has the table as head.
+    Names stay HF's, nn.Identity() is other stages' parts; the last stage's head is the table.
     """
     config, tp, pp = model.config, groups["tp"], groups["pp"]
     model.stage = split(config.num_hidden_layers, pp.rank(), pp.size())
@@ -361,15 +361,15 @@ def parallelize_layer(layer, config, group):
 
 
 def copies_of(name):
-    """The groups whose ranks all hold a parameter's numbers, of "kv", "tp", "embedding", "dp".
+    """Those of the groups "kv", "tp", "embedding", "dp" whose ranks all hold a parameter.
 
-    Each of those ranks saw another part of what its gradient is a sum over. So this one table says
-    what is still to be summed after the backward, and what the gradient norm must not count twice.
+    Each rank of such a group computes another part of its gradient. So this one table says
+    what has to be summed after the backward, and what the gradient norm must not count twice.
 
     name: as HF has it, such as model.layers.0.self_attn.k_proj.weight; the last stage's table is
     lm_head.weight. A list, each group once, in any order. A group may have one rank only: name it
-    all the same. kv is a part of tp: what all of tp shares names tp, and not kv. Every parameter
-    names dp, too.
+    all the same. kv is a part of tp: name tp, and not kv, for what all of tp holds. Every
+    parameter names dp, too.
     """
     # exercise: copies_of
     if name.endswith("norm.weight"):  # replicated, and each rank saw its own tokens
@@ -406,7 +406,7 @@ def target_count(targets, groups):
 
 
 def microbatch_loss(model, hidden, targets, count, groups):
-    """This microbatch's part of the mean loss over all count targets: all replicas' parts add up.
+    """This microbatch's part of the mean loss over all count targets: the parts add up to it.
 
     hidden (b/M, s/T, h), targets (b/M, s). token_loss(model, hidden, targets, group) is the sum
     over a microbatch's targets, the same on every rank of tp.
@@ -417,7 +417,7 @@ def microbatch_loss(model, hidden, targets, count, groups):
 
 
 def neighbour(groups, step):
-    """(global rank of the stage that many below, the group to send in)."""
+    """(global rank of the stage that is `step` stages further down, the group to send in)."""
     pp = groups["pp"]
     return dist.get_global_rank(pp, pp.rank() + step), pp
 
@@ -425,8 +425,8 @@ def neighbour(groups, step):
 def forward_all(model, ids, targets, count, groups, microbatches):
     """The forward of every microbatch: [(input, output)], which the backward starts from.
 
-    All forward, all backward (GPipe): sends may then simply wait until they are received. With 1F1B
-    a stage would wait to send forward to one that waits to send back: see pp.py.
+    All forwards, then all backwards (GPipe), so a send may simply wait until it is received.
+    In 1F1B a stage could wait to send forward to one that waits to send back, see pp.py.
     """
     tp, pp = groups["tp"], groups["pp"]
     first, last, held = pp.rank() == 0, pp.rank() == pp.size() - 1, []
@@ -447,7 +447,7 @@ def forward_all(model, ids, targets, count, groups, microbatches):
 
 
 def backward_all(held, groups):
-    """The backward of every microbatch: .grad is then what this rank saw of it."""
+    """The backward of every microbatch: .grad is then this rank's part of the gradient."""
     pp = groups["pp"]
     for x, out in held:
         grad = None
@@ -462,7 +462,7 @@ def backward_all(held, groups):
 def finish_gradients(model, groups):
     """Sum every .grad over the groups named in its parameter's `shared`; one message a group.
 
-    Sums, not means: microbatch_loss has divided already. The order of the groups does not matter.
+    Sums, not means, because microbatch_loss divides. The order of the groups does not matter.
     all_reduce sends nothing in a group of one rank; groups["embedding"] is None on middle stages,
     where no parameter names it.
     """
@@ -480,9 +480,9 @@ def finish_gradients(model, groups):
 def grad_norm(model, groups):
     """The norm of the whole model's gradient, a tensor of no dimension, the same on every rank.
 
-    From finished gradients. Each number counts once, however many ranks of pp x tp hold it
-    (`shared` names the groups that do; another way is to count on the first rank of each such
-    group, as Megatron-LM does), and the replicas of dp have the same gradients. One message of one
+    The gradients are finished. Each number counts once, however many ranks of pp x tp hold it
+    (`shared` names their groups; Megatron-LM instead counts only on the first rank of each
+    such group). The replicas of dp have the same gradients. One message of one
     number, over groups["model"].
     """
     # exercise: grad_norm

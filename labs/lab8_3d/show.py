@@ -207,8 +207,8 @@ def too_large(results):
 
 
 PREDICT = (
-    "how many times as large as it should be is the gradient norm, if the squares are summed over "
-    "all ranks, dp too?",
+    "by which factor is the gradient norm too large, if the squares are summed over all "
+    "ranks, those of dp included?",
     "sqrt(dp): the replicas have the same gradients, so their squares are counted dp times",
     too_large,
 )

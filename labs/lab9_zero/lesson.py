@@ -1,9 +1,9 @@
 """Lab 9: Memory. Predict the peak, then shard the state: ZeRO-1, ZeRO-2, ZeRO-3.
 
-In plain data parallelism every rank has its own sequences, and a replica of all else. For n
-parameters of w bytes that is the model state, 4 n w: parameters, gradients, and AdamW's two
-averages. It is the same on all P ranks, and each needs it only for a moment. ZeRO gives each rank
-a shard of it, more in each stage:
+In plain data parallelism every rank has its own sequences, and a replica of all else, the
+model state. For n parameters of w bytes it has 4 n w bytes: parameters, gradients, and AdamW's
+two averages. It is the same on all P ranks, which need it only for a moment. ZeRO gives each
+rank a shard of it, more in each stage:
 
     stage        parameters      gradients      optimizer state      what a rank sends for a step
     0  plain     n               n              2 n                  all-reduce n
@@ -11,10 +11,10 @@ a shard of it, more in each stage:
     2  ZeRO-2    n               n/P            2 n/P                the same
     3  ZeRO-3    n/P             n/P            2 n/P                and the layers once more
 
-An all-reduce is a reduce-scatter and an all-gather (lab 1), so the first two cost nothing: between
-the two, the rank that has the sum of a shard's gradients updates that shard, alone. ZeRO-2 reduces
-a layer's gradients as soon as the backward has made them, and drops them. ZeRO-3 gathers a layer's
-parameters in front of its forward, drops them behind it, and does so again for its backward:
+An all-reduce is a reduce-scatter and an all-gather (lab 1), so ZeRO-1 and 2 cost no bytes:
+between the two, a rank updates only the shard whose summed gradients it has. ZeRO-2 reduces a
+layer's gradients once the backward has made them, and drops them. ZeRO-3 gathers a layer's
+parameters before its forward, drops them after it, and does so again for its backward:
 
     rank r            forward                                   backward
     layer 1    gather -> compute -> free                  gather -> compute -> reduce, free
@@ -28,14 +28,14 @@ end. A unit is one flat vector, with zeros behind it until P divides its length:
     unit of 7 numbers, P = 3       a a a | b b c | c . .       c: padded shard size, ceil(7 / 3)
                                    rank 0  rank 1  rank 2      . padding, of which nobody has state
 
-Where a cut falls is no matter: a matrix may be cut in the middle of a row, and a parameter smaller
+Cuts may fall anywhere: a matrix may be cut in the middle of a row, and a parameter smaller
 than P lies on one rank. Tied embeddings are one Parameter, so they are once in the vector.
 
-Autograd is what makes ZeRO-3 hard. It saves weights for the backward (of y = x W^T it needs W for
-dx), and so would keep every gathered layer alive. Here saved_tensors_hooks replace such a tensor by
-its address in the flat vector. In the backward the layer has been gathered once more by the time
-that its address is looked up. FSDP gets there by resizing the gathered storage to 0, DeepSpeed by a
-Linear of its own that saves the Parameter and not its transposed view.
+Autograd is what makes ZeRO-3 hard. It saves weights for the backward (for y = x W^T it needs
+W), and so would keep every gathered layer alive. Here saved_tensors_hooks replace such a
+tensor by its address in the flat vector. Before the backward looks up an address, the layer
+has been gathered once more. FSDP instead resizes the gathered storage to 0; DeepSpeed has its
+own Linear, which saves the Parameter and not its transposed view.
 
     python labs/lab9_zero/lesson.py --plot lab9.png    # checks and experiments
     python labs/lab9_zero/lesson.py --predict 1000000  # first your guess; see the end
@@ -76,8 +76,8 @@ def flatten(tensors, world):
 def held(size, rank, world):
     """(start, end, own) of a rank's shard of `size` numbers, which are padded to P c.
 
-    The shard is [start, end) of the padded vector, of c numbers on every rank; the first `own` of
-    it are parameters, 0 to c, the others padding.
+    The shard is [start, end) of the padded vector, c numbers on every rank. Its first `own`
+    numbers (0 to c of them) are parameters, the others are padding.
     """
     # exercise: flat
     c = -(-size // world)
@@ -95,8 +95,8 @@ def unit_sizes(config):
     """[numbers of the root unit, of each layer's unit] of HF's LLaMA, from its LlamaConfig.
 
     config: hidden_size, head_dim, intermediate_size, num_attention_heads, num_key_value_heads,
-    vocab_size, num_hidden_layers, tie_word_embeddings. Linear layers have no bias; a layer has two
-    norms, the root one. Tied embeddings are one Parameter.
+    vocab_size, num_hidden_layers, tie_word_embeddings. Linear layers have no bias; a layer has
+    two norms, the root has one. Tied embeddings are one Parameter.
     """
     # exercise: predict_memory
     h, heads, kv = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
@@ -111,12 +111,12 @@ def activations(config, tokens):
     """Numbers alive beside the model's state when the head's backward begins, in any stage.
 
     One sequence in the model's own dtype, attention by a fused kernel (sdpa), no recomputation. All
-    that the forward saved is there, and three times the logits: their log softmax, its gradient and
-    their own gradient, all for the tokens that have a next one.
+    that the forward saved is there, and three tensors like the logits: their log softmax, its
+    gradient and their own gradient, all for the tokens that have a next one.
     """
     h, d, f, v = config.hidden_size, config.head_dim, config.intermediate_size, config.vocab_size
     heads, kv = config.num_attention_heads, config.num_key_value_heads
-    norm = 3 * h + 1  # its input, that divided by its length, times the weight; the length
+    norm = 3 * h + 1  # input, input / its length, that times the weight; the length
     attention = 2 * heads * d + 2 * kv * d + heads  # q, k, v, the output, the log of summed exp
     mlp = 4 * f  # gate, silu(gate), up, their product
     layer = 2 * norm + attention + mlp
@@ -125,13 +125,13 @@ def activations(config, tokens):
 
 
 def memory(config, tokens, rank, world, stage, width=4):
-    """Bytes of a rank at the peak: {"parameters", "gradients", "optimizer", "gathered", ...}.
+    """A rank's bytes at the peak: {"parameters", "gradients", "optimizer", "gathered", ...}.
 
-    ..., the fifth, are "activations". That is when the head's backward begins: as long as the
-    logits outweigh the work on a layer, no other moment has more. width: bytes of a number. The
-    gradients are what lives all the time: a full vector, or shards. The optimizer's state is two
-    averages of what the rank updates, and none of padding. "gathered" is what ZeRO-3 has of other
-    ranks then: of the root unit the whole vector, beside its shard.
+    The fifth key is "activations". The peak is when the head's backward begins: while the
+    logits outweigh the work on a layer, no other moment has more. width: bytes of a number. Of
+    the gradients count what lives all the time: a full vector, or shards. The optimizer's
+    state is two averages of what the rank updates, without padding. "gathered" is what ZeRO-3
+    has gathered then: the root unit's whole vector, beside its shard.
     """
     sizes = unit_sizes(config)
     shards = [held(size, rank, world) for size in sizes]
@@ -224,7 +224,7 @@ class Unit:
     def set_master(self):
         """Make .master, a Parameter that shares memory with what this rank updates.
 
-        The optimizer's state has its size: in stages 1 to 3 that of the shard without its padding.
+        The optimizer's state has its size. In stages 1 to 3 it is a shard without padding.
         """
         if self.stage == 0:
             self.master = nn.Parameter(self.full[: self.size])
@@ -253,7 +253,7 @@ class Unit:
             self.master.grad = self.shard_grad[: self.own]
 
     def publish(self):
-        """After the optimizer's step: the updated shards of all ranks are in full.
+        """After the optimizer's step: gather the updated shards of all ranks into full.
 
         Nothing to do in stage 0, where a rank updates all, and in stage 3, where gather() comes.
         """
@@ -270,8 +270,8 @@ class Unit:
     def arrived(self, parameter):
         """Stages 2 and 3: in the backward, each time that a parameter's .grad is complete.
 
-        With the last one of the unit: one reduce-scatter of all of them; the mean over the ranks is
-        added to shard_grad, which may have earlier backwards' in it; every .grad is None again.
+        After the unit's last one: one reduce-scatter of all of them; add the mean over the
+        ranks to shard_grad, which may hold earlier backwards' means; set every .grad to None.
         """
         # exercise: zero2
         if any(p.grad is None for p in self.params):
@@ -287,9 +287,9 @@ class Unit:
             self.free()
 
     def gather(self):
-        """Have full, awaited, and the parameters views of it. Nothing if they are here already.
+        """Wait for full; make the parameters views of it. Nothing if they are here already.
 
-        begin() begins, unless it has before; .coming is None again.
+        begin() starts the gather if it has not yet; afterwards .coming is None again.
         """
         # exercise: zero3
         if self.full is None:
@@ -300,7 +300,7 @@ class Unit:
         # end exercise
 
     def begin(self):
-        """Begin to gather full, async_op=True: .coming. Nothing if it is here or coming already."""
+        """Begin to gather full: set .coming (async_op=True), unless full is here or coming."""
         # exercise: prefetch
         if self.full is None and self.coming is None:
             vector = self.shard.new_empty(self.group.size() * len(self.shard))
@@ -322,9 +322,9 @@ class Unit:
     def pack(self, tensor):
         """What autograd keeps instead of a tensor that it saves in the layer's forward.
 
-        Of a view of full its address there, whatever unpack() needs to find it again: a transposed
-        weight, say. Memory is the same where untyped_storage().data_ptr() is. Of any other tensor,
-        itself.
+        For a view of full (a transposed weight, say), its address there: whatever unpack()
+        needs to find it again. Memory is the same if untyped_storage().data_ptr() is. For any
+        other tensor, itself.
         """
         # exercise: zero3
         if tensor.untyped_storage().data_ptr() != self.full.untyped_storage().data_ptr():
@@ -341,9 +341,9 @@ class Unit:
     def run(self, forward, *args, **kwargs):
         """A layer's forward, and the hook for its backward: returns y (b, s, h).
 
-        Only while it computes are this layer's parameters here; those of the layer after it are
-        begun before, so that they travel meanwhile. In the backward they are gathered as soon as
-        y's gradient is there, and those of the layer before it are begun: arrived() frees them.
+        This layer's parameters are here only while it computes; before that, begin to gather
+        the next layer's, which travel meanwhile. In the backward, as soon as y's gradient is
+        there, gather this layer's and begin the previous layer's; arrived() frees them.
         """
         # exercise: prefetch
         self.gather()
@@ -410,7 +410,7 @@ def clip(units, max_norm):
 def train_step(model, units, optimizer, sequences, max_norm=None):
     """One step on this rank's sequences [ids (1, s)], one after the other; returns the mean loss.
 
-    optimizer: of the units' masters. Every rank has as many sequences, of the same length.
+    optimizer: of the units' masters. Every rank has equally many sequences, all of one length.
     """
     losses = []
     for ids in sequences:

@@ -279,7 +279,7 @@ def draw_scaling(axis, found):
 PREDICT = (
     "how many bytes of parameters, gradients, optimizer state and gathered weights are alive on "
     "rank 0 of {ranks} at the peak of a ZeRO-3 step of that LLaMA, in float32?",
-    "4 bytes x (4 shards of every unit, and the root unit once more, whole: it is gathered)",
+    "4 bytes x (4 shards of every unit, and the root unit once more, gathered whole)",
     lambda results: sum(
         row["peak"][part] for row in results["memory"] if row["way"] == WAYS[3] for part in STATE
     ),
