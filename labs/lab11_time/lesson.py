@@ -282,8 +282,8 @@ def stage_layers(model, pp):
 def pipeline_seconds(slowest, stages, microbatches):
     """(work, bubble) of 1F1B: seconds that the slowest stage computes, and seconds that it waits.
 
-    slowest: seconds of its forward and backward of one microbatch. It waits, before its first
-    forward and after its last backward, as long as a microbatch takes on the other stages - 1.
+    slowest: seconds of its forward and backward of one microbatch. In all it waits, at start
+    and end, for the other stages - 1, which each need as long as it for one microbatch.
     """
     # exercise: bubble
     return microbatches * slowest, (stages - 1) * slowest

@@ -1,9 +1,9 @@
 """Lab 14. Documents: packed sequences and windows, across ranks.
 
-Question: documents are short and sequences long, so they are packed one behind the other. No token
-may attend to another document's; in a layer with a window not even to its own far past. On one
-device that is a mask. On P ranks no rank has all queries and all keys: who knows the mask, what is
-sent, and who has how much to do? Trainers have dropped the mask there in silence.
+Question: documents are short and sequences are long, so documents are packed. No token may
+attend to another document or, in a layer with a window, to its own far past. On one device
+that is a mask. On P ranks no rank has all queries and all keys: who knows the mask, what is
+sent, and how much does each rank compute? Trainers have silently dropped the mask there.
 
 Idea: number the packed tokens from 0 to s - 1. Their ids are small: every rank reads all of them,
 and no mask is sent. Query i sees an unbroken run of keys, first[i] ... i. E ends a document:
@@ -16,20 +16,20 @@ and no mask is sent. Query i sees an unbroken run of keys, first[i] ... i. E end
     first             0  0  0  3  4  4  4  4  4      of a layer that sees all of a document
     first, window 3   0  0  0  3  4  4  4  5  6      of a layer whose tokens see 3
 
-From `first` follows all the rest. Which rank holds which tokens is free:
+All the rest follows from `first`. Any rank may hold any tokens:
 
-    in order      little is sent: a rank shares documents with its neighbours. But a rank with one
-                  long document has more to do than one with many short ones
-    by document   each is cut in 2P chunks, of which rank r has r and 2P - 1 - r (zigzag): all have
-                  the same to do, and need each other's keys
+    in order      little is sent, because a rank shares documents with its neighbours. But a
+                  rank with one long document has more to do than one with many short ones
+    by document   each is cut in 2P chunks, of which rank r has r and 2P - 1 - r (zigzag): all
+                  ranks have the same to do, and need each other's keys
     by work       blocks of tokens, the most expensive first, to the rank with the least to do
 
-Ulysses: an all-to-all brings a rank all tokens of some heads, and it computes as one device would.
-Sent are q, k, v, and the output back.
+Ulysses: an all-to-all brings a rank all tokens of some heads, and it computes as one device
+does. It sends q, k, v, and gets the output back.
 
 Ring: q stays, k and v go from rank to rank, a key no further than to the last rank with a query
-that sees it. In order and with a window of w, w - 1 keys go one rank on, whatever the length. What
-comes is kept for the backward; gradients go back the way the keys came.
+that sees it. With tokens in order and a window of w, w - 1 keys go one rank on, whatever the
+length. What comes is kept for the backward; gradients go back the way the keys came.
 
     python labs/lab14_documents/lesson.py --plot lab14.png  # checks and experiments
     python labs/lab14_documents/lesson.py --predict 100000  # first your guess; see the end
@@ -68,7 +68,7 @@ def split(n, rank, world):
 def documents(ids, end):
     """(document, position) of packed ids (s,): each token's document, and its place in that.
 
-    (s,) each, counted from 0. A document's last token is the id `end`; the last one may lack it.
+    (s,) each, from 0. A document's last token is the id `end`; the last document may lack it.
     """
     # exercise: documents
     ends = ids == end
@@ -114,12 +114,12 @@ def visible(q_at, k_at, first):
 
 
 def in_order(length, world):
-    """held of a sequence that is cut in P parts."""
+    """held, if the sequence is cut in P parts, in order."""
     return [torch.arange(*split(length, rank, world)) for rank in range(world)]
 
 
 def work(held, first):
-    """[pairs of a query that rank r holds and a key that it sees, for each r]: whole numbers."""
+    """[for each rank how many pairs of an own query and a key that this sees]: integers."""
     # exercise: work
     return [(at - first[at] + 1).sum().item() for at in held]
     # end exercise
@@ -150,8 +150,8 @@ def by_document(position, world):
 def by_work(first, world, size):
     """held by dealing out blocks of `size` tokens (the last may be shorter), most pairs first.
 
-    Each goes to the rank with the fewest pairs so far that has room: a rank takes ceil(blocks / P)
-    blocks at most. Of equals the lower number comes first. There are P blocks at least.
+    Of the ranks with room each goes to the one with the fewest pairs so far; a rank takes at
+    most ceil(blocks / P). Of equals the lower number comes first. There are P blocks at least.
     """
     # exercise: by_work
     blocks = torch.arange(len(first)).split(size)
@@ -168,15 +168,15 @@ def by_work(first, world, size):
 
 # ---- The lesson 3: attention over some of the keys -----------------------------------------------
 
-# Shapes: q and out (kv, g, n, d), of kv KV heads each is read by g query heads; k, v (kv, m, d).
+# Shapes: q, out (kv, g, n, d): g query heads read each of kv KV heads; k, v (kv, m, d).
 # q has been multiplied by 1 / sqrt(d). One packed sequence: there is no batch.
 
 
 def tiles(q_at, k_at, first):
     """Yield slices (rows, keys) of q_at (n,) and k_at (m,), both ascending: TILE queries at a time.
 
-    keys: the shortest slice that has all keys which one of these queries sees. Where they see none
-    of the keys, nothing is yielded.
+    keys: the shortest slice that has every key seen by at least one of these queries. If they
+    see none of the keys, nothing is yielded.
     """
     for start in range(0, len(q_at), TILE):
         rows = slice(start, start + TILE)
@@ -193,7 +193,7 @@ def scores(q, k, q_at, k_at, first):
 
 
 def attend(q, k, v, q_at, k_at, first):
-    """Attention over these keys alone: (out, lse), as lab 7 builds it; 0 and -inf where none."""
+    """Attention over these keys alone: (out, lse), as in lab 7; 0, -inf where none is seen."""
     out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf)
     for rows, keys in tiles(q_at, k_at, first):
         s = scores(q[..., rows, :], k[:, keys], q_at[rows], k_at[keys], first)
@@ -230,8 +230,8 @@ def attend_backward(q, k, v, dout, lse, delta, q_at, k_at, first):
 def travels(held, source, step, first):
     """The tokens (m,) of rank `source` whose keys come to rank (source + step) mod P, ascending.
 
-    Step 0: all that it holds. Then those that a query sees of that rank, or of a rank further on:
-    ranks source + step, ..., source + P - 1. Step P: none.
+    Step 0: all that `source` holds. Then those that a query of that rank or of one further on
+    sees: of ranks source + step, ..., source + P - 1 (mod P). Step P: none.
     """
     # exercise: travels
     keys, P = held[source], len(held)
@@ -245,7 +245,7 @@ def travels(held, source, step, first):
 def pass_on(x, length, by, group):
     """Begin to send x (.., n, d) to the next rank (by 1) or the previous one (by -1), as in lab 7.
 
-    Returns a function that waits for, and returns, what the other one sends: (.., length, d).
+    Returns a function that waits for and returns the other neighbour's x (.., length, d).
     """
     ahead, behind = ((group.rank() + shift) % group.size() for shift in (by, -by))
     arriving, messages = x.new_empty(*x.shape[:-2], length, x.shape[-1]), []
@@ -266,8 +266,8 @@ def pass_on(x, length, by, group):
 def ring_forward(q, k, v, held, first, group):
     """This rank's queries attend to the keys of all ranks: (out, lse, kept).
 
-    In step t it has k and v of travels(held, rank - t, t, first), together (2, kv, m, d). Those of
-    them that travel further are sent while the rank computes, by pass_on(). kept: all P of them.
+    In step t it has k and v of travels(held, rank - t, t, first), as one (2, kv, m, d).
+    pass_on() sends those that travel further while the rank computes. kept: all P such pairs.
     """
     rank, P = group.rank(), group.size()
     out, lse, kept = torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf), []
@@ -285,11 +285,11 @@ def ring_forward(q, k, v, held, first, group):
 
 
 def ring_backward(q, kept, out, lse, dout, held, first, group):
-    """(dq, dk, dv) of this rank's tokens: out, lse, kept of ring_forward(), dout out's gradient.
+    """(dq, dk, dv) of own tokens; out, lse, kept: ring_forward()'s; dout: out's gradient.
 
-    From the last step to the first. The gradient of a step's keys, (2, kv, m, d), is what this
-    rank's queries add, and what the next rank sends back for those that went there: compute first,
-    then wait for it. It goes back to the previous rank, where the keys came from; step 0's stays.
+    From the last step to the first. The gradient of a step's keys, (2, kv, m, d), is this
+    rank's part plus what the next rank sends back for keys that went there: compute, then wait
+    for that. The sum goes to the previous rank, where the keys came from; step 0's stays.
     """
     rank, P = group.rank(), group.size()
     dq, delta = torch.zeros_like(q), (dout * out).sum(-1)
@@ -386,8 +386,8 @@ def ulysses_attention(q, k, v, held, first, group):
 def message_bytes(held, first, rank, kv, g, d, itemsize):
     """(ring, Ulysses): bytes of a rank's messages in a forward and its backward of one attention.
 
-    kv KV heads of d numbers, `itemsize` bytes each, g query heads for each. An all-to-all's message
-    is all that goes in, also what stays.
+    kv KV heads of d numbers, `itemsize` bytes each, g query heads for each. An all-to-all's
+    message is all of its input, even what stays.
     """
     P = len(held)
     # exercise: bytes
@@ -405,10 +405,10 @@ def message_bytes(held, first, rank, kv, g, d, itemsize):
 
 
 def mean_loss(logits, labels, group):
-    """This rank's summand of the mean loss over the targets of all ranks: they add up to it.
+    """This rank's part of the mean loss over all ranks' targets: the parts add up to it.
 
-    logits (n, v), labels (n,), IGNORE where a token has no target: a rank may have none at all. One
-    all-reduce, of one number; 0 where no rank has a target.
+    logits (n, v), labels (n,), IGNORE where a token has no target: a rank may have none at
+    all. One all-reduce, of one number. The result is 0 if no rank has a target.
     """
     # exercise: loss
     count = (labels != IGNORE).sum()
@@ -426,7 +426,7 @@ def attention_of(way, position, held, group, module, q, k, v, mask, scaling, **o
 
 
 def train_step(model, ids, end, way, held, group):
-    """The mean loss over all targets of packed ids (s,), and every parameter's .grad of it.
+    """The mean loss over all targets of packed ids (s,); sets each .grad to its gradient.
 
     This rank computes its tokens. way: RingAttention.apply or ulysses_attention.
     """

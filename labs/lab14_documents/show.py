@@ -232,7 +232,7 @@ PREDICT = (
     f"how many bytes does rank 0 of {WORLD} send in the forward and backward of a ring, with one "
     f"document of {LONGER[-1]} tokens in order, a window of {WINDOW}, {KV} KV heads, {D} float64 "
     "numbers a head?",
-    "w - 1 keys and values go to the next rank: (w - 1) x 2 x KV heads x d x 8 bytes, whatever the "
-    "length; no key came to rank 0 from before it, so it sends no gradients back, as others do",
+    "w - 1 keys and values go to the next rank: (w - 1) x 2 x KV heads x d x 8 bytes for any "
+    "length; unlike others, rank 0 received no keys and so sends no gradients back",
     lambda results: results["windows"][-1]["bytes"][0],
 )

@@ -1,11 +1,11 @@
 """Lab 15: Types. Which mistakes are seen before any rank starts?
 
 Question: a norm's gradient is not summed over the ranks; an all-reduce stands there twice. The
-proofs of this suite see both, with ranks, data and a second model. Could a program be refused by
-its text alone, as a compiler refuses to add a number to a list?
+proofs of this suite see both, with ranks, data and a second model. Could a program be refused
+for its text alone, as a compiler refuses to add a number to a list?
 
-Idea: on each axis of the mesh a tensor has a type. It says what this rank has of it, and what of
-its gradient:
+Idea: on each axis of the mesh a tensor has a type. It says what a rank has of the tensor and
+of its gradient:
 
     type           a rank has of the tensor     of its gradient   for example
     R replicated   all, the same as the others  P                 x of a column parallel layer
@@ -16,17 +16,17 @@ its gradient:
 
 R and I are the same numbers. R goes into work that differs from rank to rank, so each rank has a
 summand of its gradient; I goes into the same work everywhere. Each operation has a rule (P + P is
-P, I + P is a mistake). A collective moves a tensor from one type to another, and its backward moves
-the gradient, the other way round, between the gradients' types:
+P, I + P is a mistake). A collective moves a tensor from one type to another, and its backward
+moves the gradient back, between the gradients' types:
 
     f    x = move(x, "I", "R")    forward nothing       backward P to I: an all-reduce
     g    y = move(y, "P", "I")    forward all-reduce    backward I to R: nothing
 
-The programs at the end run on shapes and types: no rank, no data. The checks run the same text on
-numbers, with each rank's slices and summands, and compare it with one device.
+The programs at the end run on shapes and types, without ranks or data. The checks run the same
+text on numbers, with each rank's slices and summands, and compare it with one device.
 
     python labs/lab15_types/lesson.py --plot lab15.png  # checks and experiments
-    python labs/lab15_types/lesson.py --nets --price    # also item by item what is slow, see --help
+    python labs/lab15_types/lesson.py --nets --price    # and what is slow: see --help
     python labs/lab15_types/lesson.py --predict 3       # first your guess; see the end
     python labs/grade.py start lab15                    # writes my_labs/lab15_types.py
 
@@ -99,7 +99,7 @@ MOVES = {  # by the types' first letters: what a rank has to do; each one's back
 def sent(src, dst):
     """The collective of a move (all_reduce, all_gather, reduce_scatter, all_to_all), or None.
 
-    None: a rank can do what MOVES says with what it has.
+    None: a rank can do what MOVES says without a message.
     """
     # exercise: sent
     if src[0] == "P":
@@ -115,9 +115,9 @@ def combine_letters(kind, types):
     """The type of an operation's result on an axis, of operands of types R, I, P, V.
 
     kind: in what the operation is linear. "add": in all operands together; "multiply": in each of
-    them, the others held fixed; "last": in the last alone; "none": in none. I has no partner but I.
-    V with V or R is V. P goes through "add" where all are P, through "multiply" where one is P and
-    the others R, through "last" where that is the last one. Else raises TypeProblem.
+    them, the others held fixed; "last": in the last alone; "none": in none. I goes with I
+    only. V with V or R gives V. P gives P in "add" if all are P, in "multiply" if one is P and
+    the rest are R, in "last" if the last is P and the rest R. Else raises TypeProblem.
     """
     # exercise: letters
     found = set(types)
@@ -136,11 +136,11 @@ def combine_letters(kind, types):
 def combine_shards(labels, out, whole, types):
     """The type of an operation's result on an axis, where at least one operand is sharded.
 
-    labels: of each operand a letter a dimension, as in einsum; out: the result's; a letter that out
-    lacks is summed over. whole: letters along which one number needs all others. S may stand beside
-    S of the same letter, beside R without that letter (else R has to be cut first), or beside V,
-    which gives V. The result is sharded along the letter; where that is summed over it is P. Else
-    raises TypeProblem; also where the letter is in whole.
+    labels: a letter for each dimension of each operand, as in einsum; out: the result's; a
+    letter that out lacks is summed over. whole: letters along which one number needs all
+    others. S may stand beside S of the same letter, beside R without that letter (else R has
+    to be cut first), or beside V, which gives V. The result is sharded along the letter, or P
+    if out lacks it. Else raises TypeProblem, as it does for a letter in whole.
     """
     # exercise: shards
     dims = [sharded_dim(type) for type in types]
@@ -166,7 +166,7 @@ def rule(name):
     linear: x (b, s, i), weight (o, i) -> (b, s, o). norm: RMSNorm of x (b, s, h) along h, times
     weight (h). softmax: of x (b, s, v) along v. embedding: rows of a table (v, h) by ids (b, s);
     rows that a rank lacks give zero: a sum over v. attention: q (b, s, n, d), k (b, t, n, d), v (b,
-    t, n, e), causal: a number needs to know all tokens and all of d, not of e.
+    t, n, e), causal: a number needs all tokens and all of d, not all of e.
     """
     known = {  # * is as many letters as are needed
         "multiply": ("multiply", "*,*->*", ""),  # number by number
@@ -266,9 +266,9 @@ def repeat_heads(x, times):
 def reshape(x, shape):
     """x, its numbers in the same order, in another shape.
 
-    -1 is what is left. Letters stay. S(d) becomes S(e) where dimension e of the new shape has more
-    than one number and begins where d did: the dimensions before either have the same product. If
-    there is none, TypeProblem.
+    -1 is what is left. R, I, P and V stay. S(d) becomes S(e) if dimension e of the new shape
+    has more than one number and begins where d did: the dimensions before d and before e have
+    the same product. If there is no such e, TypeProblem.
     """
     size = math.prod(x.shape)
     shape = tuple(n if n > 0 else -size // math.prod(shape) for n in shape)
@@ -321,13 +321,13 @@ def check(program, types, returns, edits=None):
 def mend(program, types, returns, problem):
     """The first edit with which the whole program is accepted, (number of a call, edit), or None.
 
-    problem.call is the number of the call that does not fit, .operation its name, .operands its
-    arguments, of which those count that are Typed. To be tried in this order, by check(), each with
-    dst "R", "I", S(0), .. for every dimension of the operand x, "P":
+    problem.call is the number of the call that does not fit, .operation its name, .operands
+    its arguments, of which only Typed ones count. Try in this order, by check(), each with dst
+    "R", "I", S(0), .. for every dimension of the operand x, "P":
 
-    1. if the call is a move: left out
-    2. of each operand that a move made (x.moved): that move to dst instead
-    3. in front of each operand, on each axis: a move to dst (it stays moved)
+    1. if the call is a move: leave it out
+    2. for each operand that a move made (x.moved): let that move go to dst
+    3. before each operand, on each axis: add a move to dst (it stays moved)
     """
     # exercise: mend
     operands = [(i, x) for i, x in enumerate(problem.operands) if isinstance(x, Typed)]
@@ -359,7 +359,7 @@ SHAPES["targets"] = B, LENGTH, VOCABULARY
 def attend(x, positions, q, k, v, own=lambda y: y):
     """x (b, s, h) -> its heads side by side (b, s, n d). Weights q (n d, h), k and v (kv d, h).
 
-    own: what becomes of k and v (b, s, n, d) when each KV head is repeated for its query heads.
+    own: applied to k and v (b, s, n, d) after each KV head is repeated for its query heads.
     """
     q, k, v = (linear(x, weight) for weight in (q, k, v))
     q, k, v = (reshape(y, (*y.shape[:2], -1, D)) for y in (q, k, v))
@@ -372,8 +372,8 @@ def attend(x, positions, q, k, v, own=lambda y: y):
 def tp_block(x, positions, norm1, q, k, v, o, norm2, gate, up, down):
     """A layer of LLaMA, tensor parallel: x (b, s, h), I -> I.
 
-    Attention (attend) of norm(x), times o, added to x; then silu(gate y) (up y), times down, of
-    y = norm(x), added to x. The norms are I; q, k, v, gate, up are S(0), o and down S(1): shards.
+    Add to x the attention (attend) of norm(x), times o; then, with y = norm(x), silu(gate y)
+    (up y), times down. The norms are I; q, k, v, gate, up are S(0), o and down are S(1).
     """
     # exercise: tp_block
     y = move(norm(x, norm1), "I", "R")
@@ -388,7 +388,7 @@ def tp_block(x, positions, norm1, q, k, v, o, norm2, gate, up, down):
 def sp_block(x, positions, norm1, q, k, v, o, norm2, gate, up, down):
     """The same layer with Megatron's sequence parallelism: x (b, s, h), S(1) -> S(1): its tokens.
 
-    The weights are as they were, the norms I: the optimizer needs all of a gradient.
+    The weights are as before, the norms are I: the optimizer needs their whole gradient.
     """
     # exercise: sp_block
     y = move(norm(x, move(norm1, "I", "R")), S(1), "R")
@@ -417,8 +417,8 @@ def vocabulary_loss(x, head, targets):
 def replicated_kv(x, positions, q, k, v, o):
     """Attention with twice as many ranks as KV heads: x (b, s, h), I -> I on both axes.
 
-    The mesh is kv x rep. q is S(0), o S(1) on both axes; k, v are S(0) on kv, I on rep: ranks of a
-    row have one KV head, and each takes of its repetitions those of its own query heads.
+    The mesh is kv x rep. q is S(0), o S(1) on both axes; k, v are S(0) on kv, I on rep: ranks
+    of a row have one KV head, and each takes its repetitions for its own query heads.
     """
     # exercise: replicated_kv
     x = move(move(x, "I", "R", "kv"), "I", "R", "rep")
@@ -433,7 +433,7 @@ def lora(x, up, a1, b1, down, a2, b2):
     """Two matrices with LoRA: (down + b2 a2) silu((up + b1 a1) x), x (b, s, h), I -> I.
 
     up (f, h) and b1 (f, r) are S(0), down (h, f) and a2 (r, f) are S(1): cut along f. a1 (r, h) and
-    b2 (h, r) have no f: every rank has all of them, I.
+    b2 (h, r) have no f, so every rank has all of them: I.
     """
     # exercise: lora
     x = move(x, "I", "R")

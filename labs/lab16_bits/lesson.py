@@ -1,25 +1,25 @@
 """Lab 16. Bits: the same numbers on 1, 2, 4 and 8 ranks, to the last bit.
 
 Question: a run on 4 GPUs is continued on 8, and its loss differs. A sampler on 2 ranks and a
-trainer on 8 give the same token different log probabilities. Is that rounding, or a mistake? Where
-it may be rounding, every mistake that is as small hides behind it. And a comparison with one
+trainer on 8 give the same token different log probabilities. Is that rounding, or a mistake?
+If it may be rounding, every mistake of that size hides behind it. And a comparison with one
 device, from given weights and without dropout, cannot see what ranks draw at random.
 
-Idea: a sum of floats depends on its order, (a + b) + c is not a + (b + c); so is a matrix product,
-whose kernel chooses an order by the shape. So fix both, for every P: always compute as BLOCKS ranks
-would, of which a rank of P plays BLOCKS / P. Summands of blocks are added as a tree, neighbours
-first. A rank's own blocks are a whole branch of it, the ranks above that are the rest:
+Idea: a sum of floats depends on its order, (a + b) + c is not a + (b + c); so does a matrix
+product, whose kernel chooses an order by the shape. So fix both, for every P: always compute
+in BLOCKS blocks, of which each of P ranks has BLOCKS / P. The blocks' summands are added as a
+tree, neighbours first. A rank's own blocks are a whole branch; sums over ranks are the rest:
 
     ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))      blocks
-      rank 0    rank 1      rank 2    rank 3       P = 4: each its own sum, then those of ranks
+      rank 0    rank 1      rank 2    rank 3       P = 4: own sums, then sums over ranks
       rank 0                rank 1                 P = 2
 
-Every matrix product is that of one block and one sequence: the same kernel is called with the same
-shape on the same numbers, whoever calls it. Nothing is assumed about what that kernel does.
+Every matrix product is that of one block and one sequence, so every P calls the same kernel
+with the same shape on the same numbers. Nothing is assumed about that kernel.
 
-What is drawn at random is a function of a global number, of no rank's generator: of the element in
-the full matrix; of step, token and feature. Then the state of all generators is the step's number,
-and a run that is resumed on other ranks draws what it would have drawn.
+Random numbers come from no rank's generator. They are functions of global numbers: of an
+element's in the full matrix, or of step, token and feature. Then the step's number is the
+state of all generators, and a run that is resumed on other ranks draws the same.
 
     python labs/lab16_bits/lesson.py --plot lab16.png  # checks and experiments
     python labs/lab16_bits/lesson.py --predict 1000    # first your guess; see the end
@@ -53,7 +53,7 @@ CUT |= {"down": (1, (H, WIDTH)), "norm1": (None, (H,)), "norm2": (None, (H,))}
 
 
 class Layout:
-    """Of two groups, dp x tp ranks: a batch's sequences are dealt out over dp, blocks over tp."""
+    """dp x tp ranks, from two groups: dp shares a batch's sequences, tp shares the blocks."""
 
     def __init__(self, dp, tp):
         self.dp, self.tp = dp, tp
@@ -61,7 +61,7 @@ class Layout:
 
 
 def own(n, group):
-    """The numbers of this rank's share of n things that stand in a row: all have as many."""
+    """The indices, in a row, of this rank's share of n things; all shares are equal."""
     size = n // group.size()
     return range(group.rank() * size, (group.rank() + 1) * size)
 
@@ -70,7 +70,7 @@ def own(n, group):
 
 
 def philox(counter, key):
-    """Philox4x32-10: four numbers of 32 random bits, a function of four and two such numbers.
+    """Philox4x32-10: four random 32-bit numbers, a function of four others and a key of two.
 
     Each may be an int or an int64 tensor. A GPU's generator in torch is this function, too.
     """
@@ -86,7 +86,7 @@ def philox(counter, key):
 def uniform(seed, name, a, b=0, c=0):
     """Random numbers in [0, 1), float32, a function of all arguments: tensors are broadcast.
 
-    a, b, c: whole numbers. A multiple of 2 ** -24 is exact: no machine rounds it.
+    a, b, c: whole numbers. Results are multiples of 2 ** -24, which are exact.
     """
     bits = philox((a, b, c, zlib.crc32(name.encode())), (seed, 0))[0]
     return (bits >> 8).float() * 2.0**-24
@@ -108,11 +108,11 @@ def initial(name, block, seed):
 
 
 def dropout(x, site, first, layer, sequence, step, seed):
-    """x (s, f), its elements 0 with probability DROP, the others times 1 / (1 - DROP).
+    """x (s, f) with elements set to 0 with probability DROP, the others times 1 / (1 - DROP).
 
-    x is of sequence number `sequence` of the batch, its features are first, first + 1, ... It keeps
-    what has uniform(seed, f"{site} {layer}", step, token, feature) >= DROP. Tokens are counted
-    through the batch: sequence number 1 begins with token S.
+    x is from sequence number `sequence` of the batch; its features are first, first + 1, ...
+    Keep an element if uniform(seed, f"{site} {layer}", step, token, feature) >= DROP. Tokens
+    are counted through the batch: sequence number 1 begins with token S.
     """
     # exercise: dropout
     token = sequence * S + torch.arange(x.shape[0])
@@ -123,10 +123,10 @@ def dropout(x, site, first, layer, sequence, step, seed):
 
 
 def batch_at(step, seed):
-    """(B,): which of EXAMPLES sequences are the batch of a step, counted from 0 over all epochs.
+    """(B,): which of EXAMPLES sequences are step's batch; step counts from 0 over all epochs.
 
-    In each epoch every sequence comes once: in the order of uniform(seed, "data", epoch, example),
-    ascending, of equals the lower number first.
+    In each epoch every sequence comes once, by uniform(seed, "data", epoch, example) in
+    ascending order, of equals the lower number first.
     """
     # exercise: batch_at
     epoch, place = divmod(step, EXAMPLES // B)
@@ -148,7 +148,7 @@ def tree_sum(parts):
 
 
 def exchange(x, peer, group):
-    """Send x to rank `peer` of the group; returns what it sends, of the same shape."""
+    """Send x to rank `peer` of the group; returns what that rank sends, of the same shape."""
     x, got = x.contiguous(), x.new_empty(x.shape)
     send = dist.P2POp(dist.isend, x, group=group, group_peer=peer)
     receive = dist.P2POp(dist.irecv, got, group=group, group_peer=peer)
@@ -175,8 +175,8 @@ def doubling(x, group):
 def halving(x, group):
     """The same bits for fewer bytes, 2 (P - 1) / P of x: P divides x's number of elements.
 
-    As doubling(), but at each distance both keep and add only a half of what they have, the lower
-    rank the first half. Then back, from the largest distance on: each gives the other its part.
+    As doubling(), but at each distance a rank keeps and adds half of what it has, the lower
+    rank the first half. Then back, largest distance first: each sends the other its part.
     """
     rank, P, mine = group.rank(), group.size(), x.flatten()
     # exercise: halving
@@ -290,7 +290,7 @@ def mlp(w, name, drop, block, y):
 
 
 def in_blocks(part, x, layout):
-    """The tree's sum over the blocks of all ranks of part(block, x): (s, h) -> (s, h)."""
+    """The tree's sum of part(block, x) over all ranks' blocks: (s, h) -> (s, h)."""
     # exercise: mlp
     copies = Enter.apply(x, len(layout.blocks), layout.tp)
     return Leave.apply(layout.tp, *[part(block, y) for block, y in zip(layout.blocks, copies)])
@@ -315,8 +315,8 @@ def forward(ids, w, layout, sequence, step, seed):
 def token_losses(logits, targets, layout):
     """(n,): log(sum of exp(logits)) - the target's logit. logits: [(n, v / BLOCKS)] of own blocks.
 
-    targets (n,). Both sums over the vocabulary are the tree's, of each block's own sum (rows_of()).
-    In float32 at least. `peak`, the largest logit, keeps exp() in range.
+    targets (n,). Both sums over the vocabulary are tree sums of the blocks' own sums
+    (rows_of()), in float32 at least. `peak`, the largest logit, keeps exp() in range.
     """
     wide = torch.promote_types(logits[0].dtype, torch.float32)
     peak = torch.stack([x.detach().amax(-1) for x in logits]).amax(0).to(wide)[:, None]
@@ -344,8 +344,8 @@ def sequence_loss(ids, w, layout, sequence, step, seed):
 def gradients(batch, w, layout, step, seed):
     """(loss, {key: gradient}) of batch (B, s), the same on every rank that has the key.
 
-    Each sequence's loss and gradients for themselves (sequence_loss, torch.autograd.grad); then the
-    tree's sums over own sequences (layout.sequences) and over layout.dp: all gradients in a row, in
+    Compute each sequence's loss and gradients alone (sequence_loss, torch.autograd.grad), then
+    the tree's sums over own sequences (layout.sequences) and layout.dp, with all gradients in
     one message. All w require gradients.
     """
     # exercise: gradients
@@ -362,7 +362,7 @@ def gradients(batch, w, layout, step, seed):
 
 
 def new_state(layout, seed, dtype):
-    """{"step": 0, "weights", "mean", "square"}, the latter {(name, block): tensor}."""
+    """{"step": 0, "weights", "mean", "square"}, the last three {(name, block): tensor}."""
     weights, names = {}, [name for name in CUT if name not in ONCE]
     for name in [*ONCE, *(f"layers.{layer}.{name}" for layer in range(LAYERS) for name in names)]:
         dim, shape = CUT[name.split(".")[-1]]
@@ -405,8 +405,8 @@ def save(state, layout, folder):
 def resume(folder, layout):
     """The state of this rank from files of any other layout: see new_state() and save().
 
-    torch.load() gives a file's state: {"step", "weights", "mean", "square"}. Keep the keys whose
-    block this rank has, None among them. All are on the disk.
+    torch.load() gives a file's state: {"step", "weights", "mean", "square"}. Keep the keys
+    whose block is None or this rank's. All are on the disk.
     """
     # exercise: resume
     state = {"weights": {}, "mean": {}, "square": {}}

@@ -1,19 +1,19 @@
 """Lab 17. Muon: an optimizer that needs whole matrices.
 
-Question: AdamW updates each number by itself, so an optimizer whose state is sharded (ZeRO, tensor
-parallelism) never needs another rank's. Muon makes all singular values of a matrix nearly 1. Those
-of a shard are not those of the matrix. What has to be sent, who computes, and what does it cost?
+Question: AdamW updates each number by itself, so if its state is sharded (ZeRO, tensor
+parallelism), no rank needs another's. Muon makes all singular values of a matrix nearly 1. A
+shard's are not the matrix's. What has to be sent, who computes, and what does it cost?
 
-Idea: of a matrix's averaged gradient G = U S V^T Muon subtracts U V^T, times the learning rate:
-what is large and what is small in G counts alike. Newton-Schulz needs no singular vectors for it,
-only products: X = G / |G|, five times X = (a + b A + c A A) X with A = X X^T, which takes each
-singular value s to a s + b s^3 + c s^5, to about 0.7 to 1.2 in the end. A is made of all rows:
+Idea: for a matrix's averaged gradient G = U S V^T Muon subtracts U V^T, times the learning
+rate, so large and small in G count alike. Newton-Schulz needs no singular vectors for it, only
+products: X = G / |G|, five times X = (a + b A + c A A) X with A = X X^T. Each takes a singular
+value s to a s + b s^3 + c s^5; in the end all are about 0.7 to 1.2. A needs all rows:
 
     G = [2 1]    whole     [1 0]    row by row    [0.9 0.4]      each on its own rank:
         [1 2]              [0 1]                  [0.4 0.9]      another direction
 
-Momentum is again kept number by number, so it stays sharded. Three ways to bring the shards of N
-matrices together, of which rank r has sizes[r] rows (or columns), not as many as every other rank:
+Momentum is again kept number by number, so it stays sharded. There are three ways to join the
+shards of N matrices; rank r has sizes[r] rows (or columns) of one, and sizes differ:
 
     way          sent                                              a rank orthogonalizes
     everywhere   N all-gathers                                     all N matrices, as do all others
@@ -21,7 +21,7 @@ matrices together, of which rank r has sizes[r] rows (or columns), not as many a
     at once      2 all-to-alls, of all matrices together           its own
 
 Owners are chosen by work: the most expensive matrix first, each to the rank with the least so far.
-What is no matrix of a layer (norms, biases, embedding, head) is AdamW's, of whatever shard.
+AdamW updates all but the layers' matrices (norms, biases, embedding, head), in any shard.
 
     ZeRO-1    gradients -- reduce-scatter --> own rows --> momentum --> a way --> own rows updated
               own rows -- all-gather --> parameters of all ranks
@@ -64,8 +64,8 @@ def newton_schulz(matrix, dtype):
     """A matrix (m, n) with its singular values taken to about 1, computed in dtype.
 
     X = matrix / max(|matrix|, TINY), |matrix| being the root of the sum of squares. ITERATIONS
-    times: A = X X^T, X = a X + (b A + c A A) X. A matrix of more rows than columns is transposed
-    before and after, so that A is as small as it can be. Returned in the matrix's own dtype.
+    times: A = X X^T, X = a X + (b A + c A A) X. A matrix with more rows than columns is
+    transposed before and after, which keeps A small. The result has the matrix's own dtype.
     """
     # exercise: newton_schulz
     a, b, c = COEFFICIENTS
@@ -80,10 +80,10 @@ def newton_schulz(matrix, dtype):
 
 
 def orthogonalize(update, blocks, dtype):
-    """What Muon subtracts of a whole matrix (m, n) for an update (m, n), but for the learning rate.
+    """What Muon subtracts, times the learning rate, from a whole matrix for an update (m, n).
 
-    The rows are cut into `blocks` blocks of m / blocks rows, and each is a matrix for itself: taken
-    through newton_schulz(), and times the root of (its rows / n) where that is more than 1.
+    Cut the rows into `blocks` blocks of m / blocks rows. Take each block by itself through
+    newton_schulz(), and multiply it by the root of (its rows / n) if that is more than 1.
     """
     # exercise: blocks
     cut = update.chunk(blocks)
@@ -93,11 +93,11 @@ def orthogonalize(update, blocks, dtype):
 
 
 def choose(model, per_head):
-    """{name: blocks} of Muon's parameters, for a whole model of Hugging Face's, not yet sharded.
+    """{name: blocks} of Muon's parameters in a whole Hugging Face model, not yet sharded.
 
-    Muon's are the matrices of the layers (q_proj to down_proj); not what is 1-D, not embedding and
-    head. blocks is 1; if per_head, those of q_proj, k_proj, v_proj are the heads that they make, of
-    model.config: num_attention_heads, num_key_value_heads.
+    Muon's are the layers' matrices (q_proj to down_proj), not what is 1-D, not embedding and
+    head. blocks is 1; but if per_head, it is model.config's num_attention_heads for q_proj,
+    and num_key_value_heads for k_proj and v_proj.
     """
     # exercise: choose
     queries, kv = model.config.num_attention_heads, model.config.num_key_value_heads
@@ -111,7 +111,7 @@ def choose(model, per_head):
 
 
 def flops(shape, blocks):
-    """Floating point operations of orthogonalize() of a shape (m, n): those of its products.
+    """Floating point operations of the products in orthogonalize() for a shape (m, n).
 
     A product of (i, j) and (j, k) has 2 i j k.
     """
@@ -125,8 +125,8 @@ def flops(shape, blocks):
 def owners(costs, world):
     """[the rank that owns each matrix], for the costs of all matrices.
 
-    The most expensive matrix first, each to the rank whose matrices cost least so far. Of equals
-    (matrices, ranks) the lower number comes first.
+    The most expensive matrix goes first, each to the rank whose matrices cost least so far. Of
+    equals (matrices, ranks) the lower number comes first.
     """
     # exercise: owners
     load, owner = [0] * world, [0] * len(costs)
@@ -139,9 +139,9 @@ def owners(costs, world):
 
 @dataclass
 class Matrix:
-    """A parameter of Muon's, of which every rank of a group has some rows or columns, or none."""
+    """A parameter of Muon's; each rank of a group has some of its rows or columns, or none."""
 
-    own: nn.Parameter  # what this rank has; before a step its .grad is what one device has of that
+    own: nn.Parameter  # this rank's part; before a step, .grad is this part of one device's
     momentum: torch.Tensor  # of the same shape, 0 at first
     dim: int  # 0: rows are dealt out, 1: columns
     sizes: list  # how many of them each rank has
@@ -162,13 +162,13 @@ class Matrix:
         return tuple(shape)
 
     def padded(self, part):
-        """A part with zeros behind it, as many rows (columns) as the rank with the most has."""
+        """A part with zeros behind it, up to the largest part's number of rows (columns)."""
         missing = max(self.sizes) - part.shape[self.dim]
         edges = (0, missing) if self.dim else (0, 0, 0, missing)
         return F.pad(part, edges).contiguous()
 
     def joined(self, parts):
-        """The whole matrix of the parts of all ranks; each may have padding behind it."""
+        """The whole matrix from all ranks' parts; each part may have padding behind it."""
         parts = [part.narrow(self.dim, 0, size) for part, size in zip(parts, self.sizes)]
         return torch.cat(parts, self.dim)
 
@@ -194,13 +194,13 @@ def make_matrices(own, chosen, group):
 
 # ---- The lesson 3: three ways to orthogonalize what is sharded -----------------------------------
 
-# parts: of each matrix this rank's part of the update; each way returns as many, orthogonalized.
+# parts: this rank's part of each matrix's update; each way returns them orthogonalized.
 
 
 def everywhere(parts, matrices, group, dtype):
-    """An all-gather a matrix, of padded parts; then every rank has all, and takes its own part.
+    """One all-gather a matrix, of padded parts; then every rank has all, and takes its part.
 
-    A part is a tensor of its own, not a view: of N views each would keep a whole matrix alive.
+    Return parts as tensors of their own: a view would keep its whole matrix alive.
     """
     rank, found = group.rank(), []
     for part, matrix in zip(parts, matrices):
@@ -217,8 +217,8 @@ def everywhere(parts, matrices, group, dtype):
 def by_owner(parts, matrices, group, dtype):
     """dist.gather() the padded parts of each matrix to its owner, dist.scatter() them back, padded.
 
-    All gathers, then the own matrices, then all scatters: so owners compute at the same time. The
-    owner is group_dst and group_src; dst and src would count ranks in the whole job.
+    First all gathers, then the own matrices, then all scatters, so owners compute together.
+    The owner is group_dst and group_src; dst and src would count ranks in the whole job.
     """
     rank = group.rank()
     # exercise: by_owner
@@ -242,7 +242,7 @@ def by_owner(parts, matrices, group, dtype):
 
 
 def exchange(sends, receives, like, group):
-    """One all-to-all: the tensors of the list sends[r] go to rank r; returns what comes, likewise.
+    """One all-to-all: the tensors in list sends[r] go to rank r; returns lists of what comes.
 
     receives[r]: the shapes of the tensors that come from rank r, in their order. like: a tensor of
     their dtype. A list may be empty.
@@ -260,7 +260,7 @@ def exchange(sends, receives, like, group):
 
 
 def at_once(parts, matrices, group, dtype):
-    """exchange() all parts with their owners, then the own matrices, then exchange() them back.
+    """exchange() all parts to the owners, orthogonalize own matrices, exchange() parts back.
 
     There are two messages a step, however many matrices there are. Nothing is padded.
     """
@@ -287,7 +287,7 @@ def message_bytes(matrices, rank, way, width):
 
     everywhere: "all_gather", all that comes, padded. by_owner: "gather" (at the owner all that
     comes, elsewhere what goes) and "scatter" (at the owner all that goes, elsewhere what comes),
-    padded. at_once: "all_to_all", all that goes in, there and back, also what stays on the rank.
+    padded. at_once: "all_to_all", all input, there and back, even what stays on the rank.
     """
     # exercise: bytes
     padded = in_and_out = alone = 0
@@ -316,7 +316,7 @@ WAYS = {"everywhere": everywhere, "by_owner": by_owner, "at_once": at_once}
 
 @torch.no_grad()
 def step(matrices, way, group, lr, decay=0.1, beta=0.95, dtype=torch.bfloat16):
-    """Muon's step, of what this rank has; all else in it needs no other rank.
+    """Muon's step on what this rank has. Only way() needs other ranks.
 
     momentum becomes beta momentum + (1 - beta) gradient. The update is the same sum once more, of
     the new momentum and the gradient (Nesterov). For the updates of all matrices way() gives what
@@ -332,8 +332,8 @@ def step(matrices, way, group, lr, decay=0.1, beta=0.95, dtype=torch.bfloat16):
 
 
 class Zero1:
-    """A model of which a rank updates its rows of each parameter (of what is 1-D, its numbers), and
-    has momentum and AdamW's averages of these alone.
+    """A model; a rank updates its own rows of each parameter (its numbers, if 1-D), and has
+    momentum and AdamW's averages of these alone.
 
     Lab 9 cuts one flat vector; here every rank has rows of every matrix, as with fully_shard. own
     {name: (Parameter, 0)}, which shares memory with the model's.
@@ -367,7 +367,7 @@ class Zero1:
         self.model.zero_grad()
 
     def publish(self):
-        """After the step: the parameters are those of all ranks. One all-gather."""
+        """After the step: gather all ranks' rows into the parameters. One all-gather."""
         world = self.group.size()
         flats = self.by_rank([p.detach() for p in self.model.parameters()])
         mine = flats[self.group.rank()].clone()
@@ -388,7 +388,7 @@ def make_optimizers(own, chosen, group, lr):
 def tensor_parallel(model):
     """own of a model that tp.py has sharded: its shards have .shard, (dim, start, end).
 
-    With more ranks than KV heads some hold the same rows of k and v: these would be joined twice.
+    With more ranks than KV heads some have the same rows of k, v, which would be joined twice.
     """
     return {name: (p, getattr(p, "shard", (0,))[0]) for name, p in model.named_parameters()}
 
@@ -400,7 +400,7 @@ def loss_of(model, ids):
 
 
 def train_step(zero, matrices, adamw, way, ids, **how):
-    """A step of ZeRO-1 on this rank's sequences ids (b, s); every rank has as many. how: of step().
+    """A step of ZeRO-1 on ids (b, s), equally many on each rank. how: options of step().
 
     Returns the rank's mean loss.
     """

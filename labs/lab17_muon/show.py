@@ -283,6 +283,6 @@ def draw_losses(axis, runs):
 
 PREDICT = (
     "of those 28 matrices, how many does the last of {ranks} ranks own?",
-    "the 12 of the MLPs go first, then q and o; what costs least, k and v, goes to whom has least",
+    "the MLPs' 12 go first, then q and o; k and v, the cheapest, go to the ranks with least",
     lambda results: results["ways"][2]["owners"][0].count(results["ranks"] - 1),
 )

@@ -66,8 +66,8 @@ def producer(action, stage_count):
 def simulate(schedules, stage_count, cost):
     """When each action would run: [(rank, action, begin, end)], in any order.
 
-    schedules[rank]: the rank's actions in its order; cost(action): its time. A rank begins its
-    first at 0, each as soon as the one before it and all its dependencies have ended. Messages
+    schedules[rank]: the rank's actions in its order; cost(action): its time. A rank begins an
+    action when the one before it and all its dependencies have ended, or at 0. Messages
     take no time. Actions that never begin, because ranks wait for each other, are left out.
     """
     # exercise: simulate
@@ -93,7 +93,7 @@ def bubble_formula(P, M, V, forward, backward, weights=0.0):
     V: stages of a rank; forward, backward, weights: times of F, B, W in a stage (0: no W). A
     rank is busy for V M of each. The last rank is idle for P - 1 F before its first F, and for
     P - 1 B after its last B, until the first rank's last B ends; but P - 1 of its W fit there.
-    Every rank is idle as long. P = 2, M = 4, F = B = W = 1: 1 of 13 (V = 1), 1 of 25 (in a V).
+    All are idle equally long. P = 2, M = 4, F = B = W = 1: 1 of 13 (V = 1), 1 of 25 (in a V).
     With W this holds only if they fit, else return None: with V = 1, M is at least P, and W no
     longer than F and no longer than B; in a V (V = 2), M is at least 2 P - 1, and F = B = W.
     """
@@ -139,9 +139,9 @@ def interleaved(rank, P, M, V):
     """Interleaved 1F1B (arXiv 2104.04473), where P divides M. Stages: rank, rank + P, ..., V.
 
     Forwards: P microbatches go through the first stage, then the second, ...; then the next P.
-    Backwards: as many at a time, from the last stage to the first. Both in_turn(). Warmup: P
-    for each stage of the rank but its last, 2 for each rank after it, at most all forwards.
-    P = 2, M = 4, V = 2, rank 1 (small letters: stage 3, its second):
+    Backwards: also P at a time, from the last stage to the first. Both in_turn(). Warmup: P
+    for each stage of the rank but its last, plus 2 for each rank after it, at most all
+    forwards. P = 2, M = 4, V = 2, rank 1 (small letters: stage 3, its second):
         F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3
     """
     # exercise: interleaved
@@ -154,7 +154,7 @@ def interleaved(rank, P, M, V):
 
 
 def zero_bubble(rank, P, M, V=1):
-    """ZB-H1 (arXiv 2401.10241): 1F1B; on rank r r microbatches wait for W. Stage: the rank.
+    """ZB-H1 (arXiv 2401.10241): 1F1B; on rank r, r microbatches wait for W. Stage: the rank.
 
     Right after B of microbatch m comes W of microbatch m - r, if m is at least r; after the
     last B come the W that are left. P = 2, M = 3, rank 1: F0 B0 F1 B1 W0 F2 B2 W1 W2.
@@ -172,11 +172,11 @@ def zero_bubble(rank, P, M, V=1):
 def zero_bubble_v(rank, P, M, V=2):
     """ZB-V (arXiv 2401.10241, 2405.15362). Capitals: the first stage; small: the second.
 
-    Each letter's microbatches go in their order, so this is all, if M is at least 2 P - 1:
+    Each letter's microbatches go in order, so the letters suffice, if M is at least 2 P - 1:
         (F) 2 (P - r) - 1 times; (f F) r times; (f b w) P - r times;
         (F B W f b w) until all F are done; (B W f b w) until all f are done;
         (B b) r times; (B W) P - r times; the w that are left; the W that are left
-    Fewer microbatches go in the order of 2 P - 1, without those that do not exist.
+    Fewer microbatches take the order of 2 P - 1, without those that do not exist.
     P = 2, M = 3, rank 1: F0 f0 F1 f1 b0 w0 F2 B0 W0 f2 b1 w1 B1 b2 B2 W1 w2 W2.
     """
     # exercise: zero_bubble_v
@@ -204,8 +204,8 @@ def kept_bytes(model, run, x, alive):
     """What a microbatch keeps: {"F": bytes from its F to its B, "B": from its B to its W}.
 
     Run a stage, out = run(x), and its backward, from torch.ones_like(out), in `with alive:`,
-    where alive.now() is the bytes of all tensors made inside that still exist. "F": with the
-    output, and x, which was made before (but ids, whole numbers, do not count). "B": what
+    where alive.now() is the bytes of all tensors made inside that still exist. "F" includes
+    the output, and x, which was made before (integer ids do not count). "B": what
     DeferredLinears have in `pending`; the output and all gradients do not count.
     """
     # exercise: kept_bytes
@@ -223,7 +223,7 @@ def peak_kept(actions, kept):
     """The most that a rank keeps at once, looked at after each of its actions.
 
     kept["F", stage]: what a microbatch keeps there from its F to its B; kept["B", stage]: from
-    its B to its W (0: there is none). 5 and 0: F0 F1 B0 F2 keep 10. 5 and 8: F0 B0 F1 B1 16.
+    its B to its W (0: there is none). 5, 0: F0 F1 B0 F2 keep 10. 5, 8: F0 B0 F1 B1 keep 16.
     """
     # exercise: peak_kept
     now = most = 0
@@ -243,8 +243,8 @@ def deadlock(first, second, slots):
     places for what is not yet received. A send into a free place ends at once, else it waits.
     With no slots (rendezvous: large messages of NCCL) it ends when the other rank is at the
     receive of this action. A receive takes its channel's oldest; it waits until there is one,
-    and for ever if that is another action's. The place of a rank that has ended: its length.
-    first: send a, receive b; second: send b, receive a. No slots: (0, 0); one: None.
+    and for ever if the oldest is another action's. The place of a rank that has ended: its
+    length. first: send a, receive b; second: send b, receive a. No slots: (0, 0); one: None.
     """
     # exercise: deadlock
     left, channels, progress = [deque(first), deque(second)], defaultdict(deque), True
@@ -327,7 +327,7 @@ def microbatch_loss(logits, targets, count):
     """A microbatch's share of the mean loss over the batch's `count` targets.
 
     logits (b, s, v), targets (b, s); IGNORE is no target. The microbatches' shares add up to
-    the mean over all targets, although the microbatches have unequally many.
+    the mean over all targets, although the microbatches differ in how many they have.
     """
     # exercise: loss
     how = {"ignore_index": IGNORE, "reduction": "sum"}
@@ -338,10 +338,10 @@ def microbatch_loss(logits, targets, count):
 def sum_tied_gradient(weight, ends, group):
     """Completes a tied embedding's weight.grad on the ranks that have it, in place.
 
-    ends: the ranks of the first stage, whose .grad is the embedding's part, and of the last,
-    whose is the head's. Each sends its part (dist.isend) to the other, receives the other's
+    ends: the ranks of the first stage (its .grad is the embedding's part) and of the last (the
+    head's). Each sends its part (dist.isend) to the other, receives the other's
     (dist.recv, with group=, group_src=) and adds it; what is being sent must not change. In a
-    V both are one rank, where autograd has added the parts: no message. Others do nothing.
+    V both are one rank, where autograd has added the parts: send nothing. Others do nothing.
     """
     # exercise: loss
     if ends[0] == ends[1] or group.rank() not in ends:
@@ -377,11 +377,11 @@ class Pipeline:
 
         compute[kind](action, received) returns what another stage needs, or None. received is
         the result of the action's producer(), or None. self.rank_of[stage]: where a stage is.
-        Between stages of one rank a result is handed over as it is. From another it comes by
-        dist.recv(tensor, group=, group_src=, tag=TAG[kind]), into a new (b, s, hidden_size) of
-        the model's dtype. F's result goes to the stage after, B's to the stage before, by
+        Between stages of one rank a result is handed over as it is. From another rank it comes
+        by dist.recv(tensor, group=, group_src=, tag=TAG[kind]), into a new (b, s, hidden_size)
+        of the model's dtype. F's result goes to the stage after, B's to the stage before, by
         dist.isend(tensor, group=, group_dst=, tag=), which only starts: keep the tensor until
-        work.wait(). Keep at most 2 P: before one more, wait for the oldest; at the end, all.
+        work.wait(). Keep at most 2 P: before more wait for the oldest, at the end for all.
         """
         self.ids, self.targets, self.count, self.losses = ids, targets, count, []
         compute = {"F": self.forward, "B": self.backward, "W": self.add_weight_gradients}
@@ -410,7 +410,7 @@ class Pipeline:
         # end exercise
 
     def forward(self, action, received):
-        """F: from ids, or hidden states received, to hidden states; of the last stage None."""
+        """F: from ids, or hidden states received, to hidden states; in the last stage None."""
         m, is_last = action.microbatch, action.stage == self.stage_count - 1
         x = self.ids[m] if received is None else received.requires_grad_()
         name = "input_ids" if received is None else "inputs_embeds"
@@ -434,7 +434,7 @@ class Pipeline:
                 module.add_weight_gradient()
 
     def train_step(self, ids, targets):
-        """The loss of ids, targets (b, s), or 0 where the last stage is not; and its .grad."""
+        """The loss of ids, targets (b, s), 0 without the last stage; sets every .grad."""
         count = (targets != IGNORE).sum()
         self.run(ids.tensor_split(self.M), targets.tensor_split(self.M), count)
         ends, weight = (0, self.stage_count - 1), self.model.lm_head.weight

@@ -243,8 +243,8 @@ def draw_timeline(axis, rows, unit):
 
 
 PREDICT = (
-    f"1F1B with a warmup twice as long, 2 (P - 1 - r) forwards: how many microbatches does rank 0 "
-    f"of {P} keep at most, of {M}?",
+    f"1F1B has a warmup twice as long, 2 (P - 1 - r) forwards: how many of {M} microbatches "
+    f"does rank 0 of {P} keep at most?",
     "after the warmup each forward is followed by a backward: 2 (P - 1) + 1, where 1F1B keeps P; "
     "the bubble is the same, and messages have twice as long to arrive",
     lambda results: results["eager"],
