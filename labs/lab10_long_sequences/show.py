@@ -194,8 +194,8 @@ def draw(results, path):
 
 
 PREDICT = (
-    f"{DEEP} layers, not {LAYERS}, h 64, i 192, v 2048, {{tokens}} tokens: by which factor do "
-    "a chunked loss, recomputed layers, tiles and inputs on the host together lower the peak?",
+    f"with {DEEP} layers, not {LAYERS}, h 64, i 192, v 2048, {{tokens}} tokens: by what "
+    "factor do chunked loss, recomputed layers, tiles and host inputs together cut the peak?",
     "(L N (10 h + 4 i) + 3 N v + weights) / (11 N h, one layer's attention, + weights + their "
     "gradients)",
     lambda results: results["times_smaller"],

@@ -5,7 +5,7 @@ attend to another document or, in a layer with a window, to its own far past. On
 that is a mask. On P ranks no rank has all queries and all keys: who knows the mask, what is
 sent, and how much does each rank compute? Trainers have silently dropped the mask there.
 
-Idea: number the packed tokens from 0 to s - 1. Their ids are small: every rank reads all of them,
+Idea: number the packed tokens 0 to s - 1. Their ids are small, so every rank reads all of them
 and no mask is sent. Query i sees an unbroken run of keys, first[i] ... i. E ends a document:
 
     token             0  1  2  3  4  5  6  7  8

@@ -319,8 +319,8 @@ def step(matrices, way, group, lr, decay=0.1, beta=0.95, dtype=torch.bfloat16):
     """Muon's step on what this rank has. Only way() needs other ranks.
 
     momentum becomes beta momentum + (1 - beta) gradient. The update is the same sum once more, of
-    the new momentum and the gradient (Nesterov). For the updates of all matrices way() gives what
-    to subtract, times lr. Before that, own is multiplied by 1 - lr decay. Both change in place.
+    the new momentum and the gradient (Nesterov). own becomes (1 - lr decay) own - lr (way() of
+    all updates). momentum and own change in place.
     """
     # exercise: step
     for matrix in matrices:

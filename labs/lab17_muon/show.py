@@ -283,6 +283,6 @@ def draw_losses(axis, runs):
 
 PREDICT = (
     "of those 28 matrices, how many does the last of {ranks} ranks own?",
-    "the MLPs' 12 go first, then q and o; k and v, the cheapest, go to the ranks with least",
+    "the MLPs' 12 go first, then q and o; the cheapest, k and v, go to whichever has least",
     lambda results: results["ways"][2]["owners"][0].count(results["ranks"] - 1),
 )

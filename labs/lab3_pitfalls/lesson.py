@@ -155,7 +155,7 @@ def right_copy_without_no_grad(parameter, value):
 
 
 def wrong_parallelize_order(model, mesh, plan, weights):
-    """Cuts the model where it was built, then moves it: its shards hold no values to move.
+    """Cuts the model where it was built, then moves it, but its shards hold no values.
 
     It was built on `meta`, because every machine has that device.
     """
@@ -178,7 +178,7 @@ def right_parallelize_order(model, mesh, plan, weights):
 
 
 def wrong_untied_weights(model, mesh, plan):
-    """parallelize_module on a model whose head is its embedding: then they are two tensors.
+    """parallelize_module on a model whose head is its embedding; then they are two tensors.
 
     The first loss is exactly right: both still hold the same numbers. But the embedding's gradient
     lacks the head's part, so from the first step on they drift apart, and both take memory.
@@ -410,10 +410,10 @@ def wrong_loss_without_graph(logits, targets, group):
 def right_loss_without_graph(logits, targets, group):
     """Mean loss of all tokens on each rank, from its logits (b, s/P, v) and all targets (b, s).
 
-    Its backward reaches the rank's own logits alone: gathered tensors have no graph, so the
+    Its backward reaches the rank's own logits alone. Gathered tensors have no graph, so the
     own logits go back in their place. (tp.py and its like gather nothing: they sum the tokens'
-    losses and the counts. A differentiable gather is a trap: every rank computes this loss,
-    and the gather's backward sums all P gradients.) Source: torch.distributed.all_gather.
+    losses and the counts. A differentiable gather is a trap, because all ranks compute this
+    loss and the gather's backward sums P gradients.) Source: torch.distributed.all_gather.
     """
     # exercise: loss_without_graph
     parts = all_logits(logits, group)
@@ -428,7 +428,7 @@ def right_loss_without_graph(logits, targets, group):
 
 
 def wrong_adam_hides_scale(parameters):
-    """Adam divides by the gradient's size: a gradient P times too large trains the same."""
+    """Adam divides by the gradient's size, so one P times too large trains the same."""
     return torch.optim.Adam(parameters, lr=1e-2)
 
 

@@ -143,7 +143,7 @@ class ReduceFromTPRegion(torch.autograd.Function):
 
 
 class GatherAlong(torch.autograd.Function):
-    """all_gather_along. Every rank uses all of it, so dx is a sum over ranks: own share."""
+    """all_gather_along. Every rank uses all of it, so dx is the own share of a sum."""
 
     @staticmethod
     def forward(ctx, x, dim, n, group):

@@ -26,7 +26,7 @@ reduce-scatter, the head adds an all-gather):
 
 The last row is the usual bug. A rank holds shards of some parameters, replicas of others, and
 nothing of most. Count the replicas twice, and the norm is too large. Sum over too few ranks, and
-each clips by a norm of its own: the replicas of a weight drift apart for good. No loss shows it.
+each clips by its own norm, so the replicas of a weight drift apart for good. No loss shows it.
 
     python labs/lab8_3d/lesson.py                # 8 ranks, 2 x 2 x 2
     python labs/lab8_3d/lesson.py --dp 1 --pp 4 --tp 2 --plot lab8.png --json lab8.json

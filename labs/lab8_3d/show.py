@@ -207,7 +207,7 @@ def too_large(results):
 
 
 PREDICT = (
-    "by which factor is the gradient norm too large, if the squares are summed over all "
+    "by what factor is the gradient norm too large, if the squares are summed over all "
     "ranks, those of dp included?",
     "sqrt(dp): the replicas have the same gradients, so their squares are counted dp times",
     too_large,
