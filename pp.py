@@ -18,8 +18,8 @@ afab: all forward, all backward.
 1f1b: one forward, one backward. It takes as long as afab, and keeps less.
     rank 0   F0 F1 .  .  B0 -- F2 B1 -- F3 B2 -- .  B3 --
     rank 1   .  F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .  .
-interleaved: a rank has V = 2 stages (rank 0 layers 0, 1, 4, 5; small letters are its second stage),
-each half as long, so a column is half as much time.
+interleaved: a rank has V = 2 stages (rank 0 has layers 0, 1 and 4, 5; small letters are its
+second stage). Each stage is half as long, so a column is half as much time.
     rank 0   F0 F1 f0 f1 F2 .  b0 -- F3 b1 -- f2 B0 -- f3 B1 -- .  b2 -- .  b3 -- B2 -- B3 --
     rank 1   .  F0 F1 f0 b0 -- f1 b1 -- F2 B0 -- F3 B1 -- f2 b2 -- f3 b3 -- B2 -- B3 -- .  .
 zb: the backward is cut in two. B computes the gradient of the stage's input, for which the rank
@@ -28,7 +28,7 @@ F, B and W take equally long.
     rank 0   F0 F1 .  B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
     rank 1   .  F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
 
-For M >= P and stages that take equally long (but the last has head and loss, too):
+For M >= P, if all stages take equally long (in fact the last has head and loss, too):
 
                   idle, of all time   messages of all     microbatches that rank r keeps at most
                                       ranks, each way     for their B              for their W
@@ -37,18 +37,18 @@ For M >= P and stages that take equally long (but the last has head and loss, to
     interleaved   (P-1) / (V M+P-1)   M (V P-1)           min(M, P + (P-2r-1)/V)   -
     zb            (P-1) / (3 M+P-1)   M (P-1)             P-r                      r
 
-zb keeps P in all; right after a B, P-r-1 of them for their B and r+1 for their W. A microbatch that
-is kept in one of V stages counts 1/V. The idle time of the first three is the same for any length
-of F and B; zb's is for F = B = W, as drawn; bubble_formula() has it for other times.
+zb keeps P in all: right after a B it keeps P-r-1 of them for their B and r+1 for their W. A
+microbatch that is kept in one of V stages counts 1/V. The idle time of the first three is the same
+for any lengths of F and B. zb's is that for F = B = W; bubble_formula() has it for other times.
 
-How much one microbatch keeps, for each token and layer (of a LLaMA): for B the layer's input, h
-numbers, with --recompute full; 19 to 27 h with none. For W the input and the output's gradient of
-each weight matrix, 14 to 19 h, with either: so with full, zb needs much more memory than 1f1b.
---mode schedule counts the bytes, --mode bubble measures them.
+For each token and layer (of a LLaMA) a microbatch keeps for its B the layer's input, h
+numbers, with --recompute full, and 19 to 27 h with none. With either it keeps for its W the
+input and the output's gradient of each weight matrix, 14 to 19 h. So with full, zb needs much
+more memory than 1f1b. --mode schedule counts the bytes, --mode bubble measures them.
 
-A message is (b/M, s, h): so each boundary between two stages sends one (b, s, h) each way, where
-tp.py all-reduces four in every layer. Weights, gradients and optimizer state shrink by P, but for
-embedding and head; if tied, both are on the first and the last rank, which sum their gradients.
+A message is (b/M, s, h), so each boundary of two stages sends one (b, s, h) each way, where tp.py
+all-reduces four in every layer. Weights, gradients and optimizer state shrink by P, except for
+embedding and head; if these are tied, first and last rank have both, and sum the gradients.
 
     torchrun --nproc_per_node=2 pp.py --mode correctness --schedule 1f1b --microbatches 4
     torchrun --nproc_per_node=2 pp.py --mode all --schedule zb
@@ -150,7 +150,7 @@ def split(n, rank, world):
 
 
 def stages_of(rank, P, V):
-    """The stages of a rank: the first P stages are on ranks 0 to P - 1, the next P again, ..."""
+    """A rank's stages: the first P are on ranks 0 to P - 1, and so are the next P, ..."""
     return range(rank, V * P, P)
 
 
@@ -188,9 +188,9 @@ def interleaved(rank, P, M, V):
     groups = [range(m, m + P) for m in range(0, M, P)]
     forwards = [Action("F", s, m) for group in groups for s in stages for m in group]
     backwards = [Action("B", s, m) for group in groups for s in reversed(stages) for m in group]
-    # P forwards in each stage but the last, and 2 for each rank after this one, as Megatron has it:
-    # with 1 each the bubble is the same if messages take no time, and 2 leave them time. P = 4,
-    # V = 2: 10, 8, 6, 4
+    # As in Megatron, P forwards in each stage but the last, and 2 for each rank after this
+    # one. With 1 the bubble is the same if messages take no time, but 2 leave time for
+    # messages. With P = 4 and V = 2 the warmup is 10, 8, 6, 4
     warmup = min((V - 1) * P + 2 * (P - rank - 1), V * M)
     yield from forwards[:warmup]
     for forward, backward in zip(forwards[warmup:], backwards):  # steady state
@@ -200,9 +200,9 @@ def interleaved(rank, P, M, V):
 
 
 def zero_bubble(rank, P, M, V=1):
-    """ZB-H1 (arXiv 2401.10241): 1F1B in which rank r runs W of microbatch m after B of m + r. So r
-    microbatches wait for their W, and between B and W one more. After its last B come r + 1 W,
-    while the ranks before it still have B to do."""
+    """ZB-H1 (arXiv 2401.10241): 1F1B in which rank r runs W of microbatch m after B of m + r. So
+    r microbatches wait for their W, and between that B and W one more does. After its last B a
+    rank runs r + 1 W, while the ranks before it still have B to do."""
     for action in one_f_one_b(rank, P, M):
         yield action
         if action.kind == "B" and action.microbatch >= rank:
@@ -215,8 +215,8 @@ SCHEDULES = {"afab": afab, "1f1b": one_f_one_b, "interleaved": interleaved, "zb"
 
 
 def producer(action, stage_count):
-    """The action of a neighboring stage whose result an action receives. None: F of the first stage
-    starts from ids, B of the last from the loss, W from what its B has kept."""
+    """The action in a neighboring stage whose result an action receives, or None: F of the first
+    stage starts from ids, B of the last from the loss, and W from what its B has kept."""
     if action.kind == "F" and action.stage > 0:
         return action._replace(stage=action.stage - 1)
     if action.kind == "B" and action.stage < stage_count - 1:
@@ -290,9 +290,9 @@ def all_schedules(args, P):
 
 def open_channels(group, stage_count, args):
     """Two dicts {kind: (peer, process group)}: where an action of a kind receives from, and where
-    it sends to. F sends to the next rank (the last to the first), B to the one before. A group for
-    each kind and pair: no message waits behind one of the other kind. NCCL connects two ranks at
-    their first message, which blocks both: so here each channel sends a zero, in a fixed order."""
+    it sends to. F sends to the next rank (the last to the first), B to the one before. Each kind
+    and pair has a group, so no message waits behind one of the other kind. Here each sends a
+    zero in a fixed order, because NCCL connects two ranks at the first message, and blocks both."""
     ranks, P = dist.get_process_group_ranks(group), group.size()
     receive_channels, send_channels = {}, {}
     timeout = datetime.timedelta(seconds=args.timeout)
@@ -369,8 +369,8 @@ class Stage(nn.Module):
 
 
 class Pipeline:
-    """The engine: runs this rank's actions in the schedule's order: receive, compute, send.
-    After a run: timeline, rows like simulate()'s, and peak, what most_in_flight() predicts."""
+    """The engine. Runs this rank's actions in the schedule's order: receive, compute, send. A
+    run leaves timeline, rows like simulate()'s, and peak, which most_in_flight() predicts."""
 
     def __init__(self, model, group, args):
         self.rank, self.P, self.M = group.rank(), group.size(), args.microbatches
@@ -409,7 +409,7 @@ class Pipeline:
 
             if result is not None:
                 self.send(result, sending[action.kind], *self.send_channels[action.kind])
-            # In each DeferredLinear the same microbatches wait for W: look at the first
+            # In each DeferredLinear the same microbatches wait for W, so look at the first
             waiting_for_w = len(self.deferred[0].pending) if self.deferred else 0
             self.peak = max(self.peak, len(self.saved) + waiting_for_w)
             self.after_action()
@@ -453,10 +453,10 @@ class Pipeline:
         return dist.irecv(tensor, *self.receive_channels[action.kind]), tensor
 
     def send(self, tensor, sending, peer, channel):
-        """Start to send a result. `sending` keeps it until it is sent: at most P of a kind, for the
-        memory. The next one first waits for the oldest. Where a message leaves only when it is
-        received (NCCL's large ones), this could deadlock; the tests simulate that: no schedule here
-        does."""
+        """Start to send a result. `sending` keeps it until it is sent, but at most P of a
+        kind, to save memory: the next one first waits for the oldest. This could deadlock
+        where a message leaves only when it is received, as NCCL's large ones do. The tests
+        simulate that, and no schedule of this file deadlocks."""
         if len(sending) == self.P:
             work, _ = sending.popleft()
             work.wait()
@@ -464,7 +464,7 @@ class Pipeline:
         sending.append((dist.isend(tensor, peer, channel), tensor))
 
     def now(self):
-        if self.synchronize:  # this stream alone: on others the next message may still be awaited
+        if self.synchronize:  # only this stream; others may still wait for the next message
             torch.cuda.current_stream().synchronize()
         return time.perf_counter()
 
@@ -530,9 +530,9 @@ def parallelize(model, group, args):
 
 # Copied from sp_ulysses.py
 def sum_of_losses(model, hidden, targets):
-    """Sum of -log softmax(logits)[target] of hidden (b, c, h), c tokens of each sequence. A token
-    whose target is IGNORE adds none. By hand, since on a CPU the gradient of F.cross_entropy in
-    float32 is off by up to 3e-6, with 128,256 words; this one by 3e-8."""
+    """Sum of -log softmax(logits)[target] of hidden (b, c, h), c tokens of each sequence. A
+    token whose target is IGNORE adds none. Written by hand, because F.cross_entropy's gradient
+    in float32, with 128,256 words on a CPU, is off by up to 3e-6; this one is off by 3e-8."""
     logits = model.lm_head(hidden)  # (b, c, v)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits = logits - logits.detach().max(-1, keepdim=True).values  # at most 0: exp stays finite
@@ -543,8 +543,8 @@ def sum_of_losses(model, hidden, targets):
 
 def microbatch_loss(model, hidden, targets, count, args):
     """A microbatch's share of the mean loss over the batch's `count` targets, from its hidden
-    (b/M, s, h). A mean of the microbatches' means would be another number: a target in a microbatch
-    of few targets would weigh more."""
+    (b/M, s, h). The mean of the microbatches' means is another number, because a target in a
+    microbatch of few targets weighs more in it."""
     size = hidden.shape[1]
     chunk_loss = sum_of_losses
     if args.loss == "chunked":  # logits of one chunk at a time, recomputed in the backward
@@ -555,9 +555,9 @@ def microbatch_loss(model, hidden, targets, count, args):
 
 
 def forward_backward(model, ids, labels, group, args, backward=True):
-    """Mean loss of ids (b, s) and labels (b, s), not shifted; the same on every rank. Before, each
-    .grad has to be None, since sum_gradients() would sum an older one again; after, it is complete.
-    """
+    """Mean loss of ids (b, s) and unshifted labels (b, s); it is the same on every rank.
+    Before it each .grad has to be None, since sum_gradients() would sum an older one again.
+    After it each .grad is complete."""
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)  # a token's target is the next token
     count = (targets != IGNORE).sum()
     loss_fn = partial(microbatch_loss, model, count=count, args=args)
@@ -582,9 +582,9 @@ def sum_gradients(model):
 
 # Copied from tp.py
 def local_tensor(tensor, parameter):
-    """This rank's shard of a parameter or of its gradient, which a DTensor (tp.py --dtensor or
-    sp_ulysses.py --shard-weights) may have placed otherwise. Any other tensor is returned as it is.
-    """
+    """This rank's shard of a parameter or its gradient. A DTensor (of tp.py --dtensor or
+    sp_ulysses.py --shard-weights) is first redistributed as the parameter is placed. Any other
+    tensor is returned as it is."""
     if hasattr(tensor, "to_local"):
         tensor = tensor.redistribute(placements=parameter.placements).to_local()
     return tensor
@@ -603,9 +603,9 @@ def grad_norm(model, group):
 
 # Copied from tp.py
 def train_step(model, optimizer, ids, labels, group, args, max_norm=1.0):
-    """A step of training; returns the loss. If the gradient's norm is larger than max_norm, the
-    gradient is scaled down to that, as by PyTorch's clip_grad_norm_, but by the norm over all
-    ranks: the same on each of them, so that replicas stay equal."""
+    """A step of training; returns the loss. If the gradient's norm is larger than max_norm,
+    the gradient is scaled down to that, as PyTorch's clip_grad_norm_ does. But the norm is
+    that over all ranks, which is the same on each, so that replicas stay equal."""
     loss = forward_backward(model, ids, labels, group, args)
     scale = (max_norm / (grad_norm(model, group) + 1e-6)).clamp(max=1.0).item()
     for parameter in model.parameters():
@@ -646,7 +646,7 @@ def expected_traffic(model, group, args):
 
 
 def bubble(rows, ranks):
-    """The part of the time, from the first begin to the last end, that ranks are idle (a mean)."""
+    """The mean part of the time, from first begin to last end, in which a rank is idle."""
     _, _, begins, ends = zip(*rows)
     return 1 - (sum(ends) - sum(begins)) / (ranks * (max(ends) - min(begins)))
 
@@ -654,8 +654,8 @@ def bubble(rows, ranks):
 def bubble_formula(P, M, V, forward, backward, weights=0.0):
     """bubble() in closed form, from the times of a stage's F, B, W; None where no_formula() says
     why. The last rank is idle for P - 1 F before its first F, and for P - 1 B after its last B,
-    until the first rank's last B. But with zb it has P W to run then, and the first rank one: so it
-    is idle for P - 1 W less. Every rank is idle as long in all."""
+    until the first rank's last B ends. With zb it still has P W to run then, and the first
+    rank has one, so it is idle for P - 1 W less. In all every rank is idle equally long."""
     if no_formula(P, M, forward, backward, weights):
         return None
     busy = V * M * (forward + backward + weights)
@@ -796,11 +796,11 @@ def show_schedule(args, group):
 
 
 def measure_bubble(args, group):
-    """--mode bubble: the part of a step that ranks are idle. Measured, it includes the messages'
-    time and that of unequal stages (each rank's clock begins with its step); simulated with the
-    measured times, that of unequal stages; by the formula, neither. And what each rank keeps at its
-    peak: measured, with messages that come and go, and as the schedule says. The verdict is about
-    the number of microbatches."""
+    """--mode bubble: the part of a step in which ranks are idle. Measured, it includes the
+    messages' time and that of unequal stages (each rank's clock begins with its step).
+    Simulated with the measured times it includes that of unequal stages, by the formula
+    neither. Also what each rank keeps at its peak, measured (with messages that come and go)
+    and by the schedule. The verdict is about the number of microbatches."""
     P, V = group.size(), args.virtual_stages
     model = parallelize(load_model(args), group, args)
     model.pipeline.synchronize = args.device.type == "cuda"
@@ -872,7 +872,7 @@ def finalize_args(args, world):
         problem = f"--batch {args.batch} cannot be cut into {M} microbatches"
         raise UsageError(f"{problem}; use --microbatches {args.batch} or --batch {M}")
     layers = args.config.num_hidden_layers
-    if world == 1:  # no rank to take turns with: one stage
+    if world == 1:  # no rank to take turns with, so one stage
         args.virtual_stages = 1
     elif args.mode != "schedule" and world * V > layers:
         problem = f"{layers} layers cannot fill {world * V} stages, {V} a rank"
@@ -883,10 +883,10 @@ def finalize_args(args, world):
 # Copied from tp.py
 # ---- 5. Proof: from here on the same in tp.py, sp_megatron.py, sp_ulysses.py and pp.py -----------
 
-# Allowed relative errors. float64 is the proof. Elsewhere rounding hides small mistakes, and small
-# tensors can be wholly wrong and pass: their error is relative to all of their kind (see compare())
+# Allowed relative errors. float64 is the proof. In the others rounding hides small mistakes, and a
+# small tensor can be all wrong and pass, since compare() relates its error to all of its kind
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bfloat16": 2e-1}
-# A process that torchrun did not start is the only one, and prints, too
+# A process that torchrun did not start is the only one, so it prints, too
 IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ
 
 
@@ -902,7 +902,7 @@ def print_table(rows):
 
 
 def gather_objects(value, group):
-    """Every rank's value, in a list; it is a barrier, too. Of a fake group only its own."""
+    """Every rank's value, in a list; of a fake group only its own. It is a barrier, too."""
     if dist.get_backend(group) == "fake":
         return [value]
     values = [None] * group.size()
@@ -911,8 +911,8 @@ def gather_objects(value, group):
 
 
 def upcasts_in_float64(args):
-    """A context for the proof, in which HF's model is otherwise untouched. HF computes norms and
-    softmax in torch.float32; with --dtype float64 its code finds float64 under that name."""
+    """A context for the proof. HF computes norms and softmax in torch.float32; with --dtype
+    float64 its code finds float64 under that name. Nothing else in HF's model changes."""
     family = args.config.model_type
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     wide = torch.promote_types(getattr(torch, args.dtype), torch.float32)
@@ -957,8 +957,8 @@ def proof_batch(args, group, step=1):
     """ids and labels (b, s) of a step, such that an error is unlikely to cancel or hide.
 
     Step 2 has other tokens and another length, so that stale state from step 1 shows. Targets are
-    spread unevenly over sequences and tokens. Inputs, and in a long sequence targets, include the
-    padding token and the first and last row of each rank's share of the vocabulary.
+    spread unevenly over sequences and tokens. Inputs include the padding token, and the first
+    and last row of each rank's share of the vocabulary; so do the targets of a long sequence.
     """
     vocabulary, length = args.config.vocab_size, args.length
     if step == 2:
@@ -1000,10 +1000,10 @@ def own_part(noted, tensor, full, group):
 
 
 def compare(step, kind, found, expected, args, group):
-    """Rows of --json. found, expected: {name: tensor} of this rank, of one device; of kind grad
-    {name: parameter}, whose .grad are compared. A row has the tensor's error over all ranks, and
-    its coverage: how often an element exists over all ranks, replicas counted once. Given is the
-    coverage that is farthest from 1: below 1 an element is lost, above 1 shards overlap."""
+    """Rows of --json. found {name: tensor} is this rank's, expected is one device's; of kind grad
+    they have parameters, whose .grad are compared. A row has a tensor's error over all ranks, and
+    its coverage: how often an element exists over all ranks, replicas counted once. It is that of
+    the element farthest from 1: below 1 the element is lost, above 1 shards overlap."""
 
     def value(noted):
         tensor = noted.grad if kind == "grad" else noted
@@ -1016,7 +1016,7 @@ def compare(step, kind, found, expected, args, group):
             own[name] = own_part(noted, value(noted), expected[name], group)
     of_ranks = gather_objects(own, group)
     squares = {name: full.double().square().sum().item() for name, full in expected.items()}
-    # An error is divided by the larger of the tensor's norm and 1e-3 (float64) or 1 (else) times
+    # Errors are divided by the tensor's norm, but by at least 1e-3 (float64) or 1 (else) times
     # the norm of all of its kind, since some are zero but for rounding. All is squared here
     least = sum(squares.values()) * (1e-6 if args.dtype == "float64" else 1)
     rows = []
@@ -1039,12 +1039,12 @@ def compare(step, kind, found, expected, args, group):
 def check_correctness(args, group):
     """Compare all tensors of three steps on P ranks with those of HF's model on every rank.
 
-    Step 3 has logits of up to thousands, whose exp() overflows; only float64 has this step, since
-    elsewhere rounding decides.
+    Step 3 has logits of up to thousands, whose exp() overflows. Only float64 has this step,
+    since in the other dtypes rounding decides which word wins.
     """
     reference, model = load_model(args), parallelize(load_model(args), group, args)
     expected, found = (dict(m.named_parameters()) for m in (reference, model))
-    # In the backward's order: the first wrong gradient is the nearest to its cause
+    # In the backward's order, so that the first wrong gradient is the nearest to its cause
     backward_order = dict(reversed(expected.items()))
     rows = compare(1, "weight", found, expected, args, group)  # before any step
     result = {"tolerance": LIMIT[args.dtype]}
@@ -1070,7 +1070,7 @@ def check_correctness(args, group):
             result |= {"loss_reference": right_loss.item(), "loss": loss.item()}
             result |= {"grad_norm_reference": right_norm.item(), "grad_norm": norm.item()}
         lr = 0.05 * right_loss.item() / (right_norm.item() ** 2 or 1.0)  # about 5% less loss
-        for m in (reference, model):  # SGD: Adam would hide a gradient too large by a factor
+        for m in (reference, model):  # SGD, because Adam would hide a wrong factor
             torch.optim.SGD(m.parameters(), lr, foreach=False).step()
             m.zero_grad()
     wrong = [row for row in rows if not row["passed"]]
@@ -1085,8 +1085,8 @@ def check_correctness(args, group):
 
 
 def check_learning(args, group):
-    """Train one device and P ranks on the text of this file: the same losses, and they fall. Every
-    other step's gradient is clipped, to half of its norm; in the others it is below the limit."""
+    """Train one device and P ranks on the text of this file: losses have to agree and to fall.
+    Every other step's gradient is clipped to half of its norm; the rest are below the limit."""
     reference, model = load_model(args), parallelize(load_model(args), group, args)
     text = torch.tensor(list(Path(__file__).read_bytes())) % args.config.vocab_size
     ids = text[torch.arange(args.batch * args.length) % len(text)]  # the same at each step
@@ -1112,8 +1112,8 @@ def check_learning(args, group):
 
 
 class Meter(TorchDispatchMode):
-    """Sees every operation: counts messages and their bytes, and the peak of the bytes of all
-    tensors alive (for CPUs). A message has the full tensor's bytes; an all-to-all, its input's."""
+    """Sees every operation. Counts messages and their bytes, and (for CPUs) the most bytes that
+    tensors have at once. A message has the full tensor's bytes; an all-to-all has its input's."""
 
     OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
     OPS += ("broadcast", "barrier")  # which no script sends
@@ -1121,8 +1121,8 @@ class Meter(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.messages, self.peak = Counter(), 0
-        # PyTorch keeps a storage's Python object as long as the storage: so an entry disappears
-        # when PyTorch frees the memory
+        # PyTorch keeps a storage's Python object as long as the storage itself, so an entry
+        # disappears when PyTorch frees the memory
         self.alive = weakref.WeakValueDictionary()
         self.see(gc.get_objects())  # what exists already
 
@@ -1153,8 +1153,8 @@ class Meter(TorchDispatchMode):
 
 
 def compare_traffic(forward, step, expected):
-    """Rows of --json: the messages of this rank, beside the rows of expected_traffic(). The
-    backward's: those of a whole step without those of a forward."""
+    """Rows of --json: this rank's messages, beside the rows of expected_traffic(). The
+    backward has the messages of a whole step without those of a forward."""
     rows = []
     backward = Counter(step.messages)
     backward.subtract(forward.messages)
@@ -1172,7 +1172,7 @@ def compare_traffic(forward, step, expected):
 
 
 def check_benchmark(args, group):
-    """Time, peak memory and messages of forward and backward; messages as expected, to the byte."""
+    """Measures time and peak memory of forward and backward, checks messages to the byte."""
     model = parallelize(load_model(args), group, args)
     batch = proof_batch(args, group)
     device = torch.get_device_module(args.device)
@@ -1215,7 +1215,7 @@ def check_benchmark(args, group):
 # ---- 6. Command line -----------------------------------------------------------------------------
 
 MODES = {"correctness": check_correctness, "learning": check_learning, "benchmark": check_benchmark}
-# Files that do not have weights: a folder of config.json and these gets random ones
+# Names of files without weights; a folder that has no others gets random weights
 NO_WEIGHTS = re.compile(
     r".*config\.json|.*token.*|vocab.*|merges.*|.*template.*|.*\.md|LICENSE.*|\..*"
 )
@@ -1247,7 +1247,7 @@ def find_model(name):
     if hasattr(config, "quantization_config") or (path / "adapter_config.json").exists():
         raise UsageError(f"{name} is quantized or has an adapter; use plain weights")
     if config.attention_dropout:
-        print("attention_dropout is set to 0: ranks would not draw what one device draws")
+        print("attention_dropout is set to 0, since ranks and one device draw different numbers")
         config.attention_dropout = 0.0
     check_config(config)
     files = [file for file in path.glob("*") if not NO_WEIGHTS.fullmatch(file.name)]
@@ -1321,7 +1321,7 @@ def start(args):
     if args.backend == "auto":
         args.backend = "nccl" if gpus >= local_world else "gloo"
     if args.backend == "nccl" and gpus < local_world:
-        raise UsageError(f"--backend nccl needs {local_world} GPUs, here are {gpus}; use gloo")
+        raise UsageError(f"--backend nccl needs {local_world} GPUs, not {gpus}; use gloo")
     args.device = torch.device("cpu")
     if gpus and args.backend in ("nccl", "fake"):
         args.device = torch.device("cuda", local_rank)
@@ -1380,7 +1380,7 @@ def main(argv=None):
         return 0 if run(args, start(args)) else 1
     except Exception as problem:
         is_usage = isinstance(problem, UsageError | OSError | ImportError)  # OSError: a full disk
-        if not IS_RANK0:  # torchrun ends all ranks as soon as one exits: let rank 0 print first
+        if not IS_RANK0:  # torchrun ends all ranks when one exits, so rank 0 prints first
             faulthandler.unregister(signal.SIGTERM)  # this rank does not hang
             time.sleep(30 if is_usage else 2)  # 2: rank 0 may be about to say what caused this
         if not is_usage:

@@ -1,9 +1,9 @@
 """Megatron sequence parallelism for LLaMA in one file (arXiv 2205.05198) on Hugging Face's model.
 
 Tensor parallelism replicates the activations between the blocks (a block: attention or MLP) on each
-of P ranks. Here a rank holds s/P of the s tokens, and all tokens only inside a block: at its entry
-with all features, between its matrices with 1/P of them. One MLP, P = 2; b sequences of s tokens,
-h hidden_size, i intermediate_size; a weight is (out, in); g and g-bar are the paper's names:
+of P ranks. Here a rank holds s/P of the s tokens. It has all tokens only inside a block: all their
+features at the entry, 1/P of them between the matrices. Below is an MLP, P = 2, b sequences; h is
+hidden_size, i is intermediate_size, weights are (out, in), g and g-bar are the paper's names:
 
     rank 0: tokens 0..s/2       rank 1: tokens s/2..s        residual, norm: (b, s/2, h)
         |        g   forward: all-gather        |            backward: reduce-scatter dx
@@ -18,22 +18,22 @@ h hidden_size, i intermediate_size; a weight is (out, in); g and g-bar are the p
     rank 0: tokens 0..s/2       rank 1: tokens s/2..s        (b, s/2, h)
 
 An all-reduce is a reduce-scatter and then an all-gather. Where a block ends, tp.py all-reduces.
-Here a block's end reduce-scatters, and the next block's entry gathers (in the backward the other
-way round). Together they send as much; what lies between (residuals, norms) is 1/P as large. A
-norm's weight is on every rank, but is applied to s/P tokens: sum_gradients() sums its gradient.
+Here a block's end reduce-scatters, and the next block's entry gathers (in the backward the
+other way round). Both together send as much; what lies between (residuals, norms) is 1/P as
+large. Each rank applies a norm's weight to s/P tokens, so sum_gradients() sums its gradient.
 
     messages of a layer   forward                 backward          recomputed (--recompute full)
     entering a block      g: all-gather           reduce-scatter    all-gather
     leaving a block       g-bar: reduce-scatter   all-gather        reduce-scatter, attention only
 
-Each message moves one (b, s, h). The embedding has a g-bar, and the head a g (with --loss chunked
-one for each chunk, together one (b, s, h), and again in the backward). A layer's recomputation ends
-before the MLP's g-bar, since no gradient needs what leaves the MLP: all-gather, reduce-scatter,
-all-gather, where tp.py recomputes one all-reduce.
+Each message moves one (b, s, h). The embedding has a g-bar, and the head has a g (with --loss
+chunked it has one per chunk; together they move one (b, s, h), and one more in the backward).
+A layer's recomputation ends before the MLP's g-bar, since no gradient needs what leaves the
+MLP. So it sends all-gather, reduce-scatter, all-gather; tp.py sends one all-reduce.
 
---recompute full, the default, keeps of a layer only its input, (b, s/P, h). --recompute none keeps
-everything, with each block's gathered input (b, s, h). Megatron-LM keeps only the rank's own tokens
-of that input, and gathers them again in the backward; labs/lab2_megatron_layers/lesson.py does so.
+--recompute full, the default, keeps only each layer's input, (b, s/P, h). --recompute none keeps
+everything, also each block's gathered input (b, s, h). Of that Megatron-LM keeps only a rank's own
+tokens, and gathers again in the backward; so does labs/lab2_megatron_layers/lesson.py.
 
     torchrun --nproc_per_node=2 sp_megatron.py --mode correctness
     torchrun --nproc_per_node=4 sp_megatron.py --mode all --length 1001     # 1001 gets padding
@@ -150,7 +150,7 @@ def reduce_scatter(x, group):
 
 
 class GatherFromSPRegion(torch.autograd.Function):
-    """The paper's g. Every rank uses every token: a token's gradient is the sum over the ranks."""
+    """The paper's g. Every rank uses every token, so a token's gradient is a sum over ranks."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -229,7 +229,7 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows [start, end) of an nn.Embedding; a token of another rank's rows is masked to zero."""
+    """Rows [start, end) of an nn.Embedding; tokens of other ranks' rows are masked to zero."""
 
     def __init__(self, embedding, start, end, group):
         super().__init__()
@@ -253,8 +253,8 @@ def shard_model(model, group):
     i0, i1 = split(config.intermediate_size, rank, world)
     v0, v1 = split(config.vocab_size, rank, world)
 
-    # A forward hook of a norm, since all column parallel linears of a block read the norm's output:
-    # so it is gathered once, and their dx are added up first, and then reduce-scattered once
+    # A hook on the norm, because all column parallel linears of a block read the norm's output.
+    # So it is gathered once; their dx are added up first, and the sum is reduce-scattered once
     def g(norm, inputs, out):
         return gather_from_sp_region(out, group)
 
@@ -278,7 +278,7 @@ def shard_model(model, group):
     model.model.embed_tokens = VocabParallelEmbedding(model.model.embed_tokens, v0, v1, group)
     model.lm_head = ColumnParallelLinear(
         model.lm_head, v0, v1
-    )  # its g is in sum_of_losses(): of a chunk
+    )  # its g is in sum_of_losses(), for each chunk
     if tied:
         model.lm_head.weight = model.model.embed_tokens.weight
 
@@ -297,9 +297,9 @@ def head_range(config, rank, world):
 
 # Copied from tp.py
 def shared_head_range(kv_heads, per_kv, rank, world):
-    """The same with more ranks than KV heads: several ranks have the same KV head, and divide the
-    query heads that read it."""
-    sharing = world // kv_heads  # ranks that have the same KV head: check_heads() sees to that
+    """The same with more ranks than KV heads. Several ranks then have the same KV head, and
+    divide the query heads that read it."""
+    sharing = world // kv_heads  # ranks per KV head; check_heads() allows no remainder
     k = rank // sharing
     q0, q1 = split(per_kv, rank % sharing, sharing)
     return (k * per_kv + q0, k * per_kv + q1), (k, k + 1)
@@ -324,9 +324,9 @@ def note_gradients(model, group, args):
 
 
 def see_all_tokens(model, group, args):
-    """Have HF's model make its mask for all tokens. It looks the mask function up by the name of
-    the attention, and calls it with the length that it sees, s/P. So HF's attention, unchanged,
-    gets a second name, and under it a mask function for all tokens. Flash attention needs none."""
+    """Have HF's model make its mask for all tokens. HF looks a mask function up by the attention's
+    name, and calls it with the length of its input, s/P. So HF's attention, unchanged, gets a
+    second name, to which a mask function for all tokens belongs. Flash attention needs no mask."""
     if args.attn == "flash":
         return
     eager = sys.modules[type(model).__module__].eager_attention_forward
@@ -370,7 +370,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     """-log softmax(logits)[target] with the vocabulary cut over the ranks (Megatron-LM).
 
     logits (n, v/P): columns [start, start + v/P); target (n): ids of the whole vocabulary. Returns
-    the loss of each token, (n). Three numbers per token are reduced instead of gathering v of them.
+    the loss of each token, (n). The ranks reduce three numbers per token and do not gather v.
     """
 
     @staticmethod
@@ -383,8 +383,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         target_logit = shifted.gather(-1, local_target)[:, 0].masked_fill(not_mine, 0)
         both = torch.stack([target_logit, shifted.exp_().sum(-1)])
         target_logit, sum_exp = all_reduce(both, group)
-        # Save peak and sum_exp apart: rounding one number, peak + log(sum_exp), can change it by
-        # more than a target's whole gradient, softmax - 1
+        # Save peak and sum_exp apart, since rounding a single number, peak + log(sum_exp), can
+        # change it by more than a target's whole gradient, softmax - 1
         ctx.save_for_backward(logits, local_target, not_mine, peak, sum_exp)
         return sum_exp.log() - target_logit
 
@@ -408,17 +408,17 @@ def sum_of_losses(model, hidden, targets, group):
 
 
 def tokens_per_chunk(length, args):
-    """Tokens of each sequence on each rank in a chunk. The head gathers P times as many, each with
-    v/P logits: LOSS_CHUNK * v on a rank."""
+    """Tokens of each sequence that a chunk takes from each rank. The head gathers P times as
+    many, each with v/P logits, which makes LOSS_CHUNK * v logits on a rank."""
     return length if args.loss == "full" else max(1, LOSS_CHUNK // args.batch)
 
 
 def mean_loss(model, hidden, labels, group, args):
     """Mean loss over all targets, the same on every rank, from each rank's hidden (b, s/P, h).
 
-    Tokens 0 to 4, and one of padding, 5: rank 0 has [0 1 2], rank 1 [3 4 5]. Their targets are
-    [1 2 3] and [4 IGNORE IGNORE]. With chunks of c = 2 the head gathers the hidden states of tokens
-    0 1 3 4, and then of 2 and 5.
+    Example: there are tokens 0 to 4, and 5 is padding. Rank 0 has [0 1 2], rank 1 has [3 4 5].
+    Their targets are [1 2 3] and [4 IGNORE IGNORE]. With chunks of c = 2 the head gathers the
+    hidden states of tokens 0 1 3 4, and then those of 2 and 5.
     """
     world, local = group.size(), hidden.shape[1]
     chunk = tokens_per_chunk(local, args)
@@ -439,12 +439,12 @@ def mean_loss(model, hidden, labels, group, args):
 def final_hidden_states(model, ids, group):
     """Output of the final norm for this rank's tokens, (b, s/P, h). ids (b, s): all tokens."""
     last = ids.shape[1] - 1
-    ids = F.pad(ids, (0, -ids.shape[1] % group.size()))  # at the end: no token before attends to it
+    ids = F.pad(ids, (0, -ids.shape[1] % group.size()))  # last, so none before attends to it
     positions = torch.arange(ids.shape[1], device=ids.device)[None]  # HF would number s/P tokens
 
     # The mask needs 0, 1, 2, ..., since HF takes a repeated position for the start of a document.
-    # But some rotary embeddings (longrope) choose frequencies by the largest position that they
-    # get: so for them padding has the last token's
+    # But some rotary embeddings (longrope) choose frequencies by the largest position that
+    # they get. So the rotary embedding gets the last token's position for padding, too
     def clamp_padding(rotary, inputs, kwargs):
         return (inputs[0], positions.clamp(max=last)), {}  # hidden states, positions
 
@@ -455,10 +455,10 @@ def final_hidden_states(model, ids, group):
 
 # Copied from tp.py
 def forward_backward(model, ids, labels, group, args, backward=True):
-    """Mean loss of ids (b, s) and labels (b, s), not shifted; the same on every rank. Before, each
-    .grad has to be None, since sum_gradients() would sum an older one again; after, it is complete.
-    """
-    # Without a name for the hidden states, which would keep them in memory through the backward
+    """Mean loss of ids (b, s) and unshifted labels (b, s); it is the same on every rank.
+    Before it each .grad has to be None, since sum_gradients() would sum an older one again.
+    After it each .grad is complete."""
+    # The hidden states get no name, because a name would keep them in memory in the backward
     loss = mean_loss(model, final_hidden_states(model, ids, group), labels, group, args)
     if backward:
         loss.backward()
@@ -476,9 +476,9 @@ def sum_gradients(model):
 
 # Copied from tp.py
 def local_tensor(tensor, parameter):
-    """This rank's shard of a parameter or of its gradient, which a DTensor (tp.py --dtensor or
-    sp_ulysses.py --shard-weights) may have placed otherwise. Any other tensor is returned as it is.
-    """
+    """This rank's shard of a parameter or its gradient. A DTensor (of tp.py --dtensor or
+    sp_ulysses.py --shard-weights) is first redistributed as the parameter is placed. Any other
+    tensor is returned as it is."""
     if hasattr(tensor, "to_local"):
         tensor = tensor.redistribute(placements=parameter.placements).to_local()
     return tensor
@@ -497,9 +497,9 @@ def grad_norm(model, group):
 
 # Copied from tp.py
 def train_step(model, optimizer, ids, labels, group, args, max_norm=1.0):
-    """A step of training; returns the loss. If the gradient's norm is larger than max_norm, the
-    gradient is scaled down to that, as by PyTorch's clip_grad_norm_, but by the norm over all
-    ranks: the same on each of them, so that replicas stay equal."""
+    """A step of training; returns the loss. If the gradient's norm is larger than max_norm,
+    the gradient is scaled down to that, as PyTorch's clip_grad_norm_ does. But the norm is
+    that over all ranks, which is the same on each, so that replicas stay equal."""
     loss = forward_backward(model, ids, labels, group, args)
     scale = (max_norm / (grad_norm(model, group) + 1e-6)).clamp(max=1.0).item()
     for parameter in model.parameters():
@@ -583,10 +583,10 @@ def finalize_args(args, world):
 # Copied from tp.py
 # ---- 5. Proof: from here on the same in tp.py, sp_megatron.py, sp_ulysses.py and pp.py -----------
 
-# Allowed relative errors. float64 is the proof. Elsewhere rounding hides small mistakes, and small
-# tensors can be wholly wrong and pass: their error is relative to all of their kind (see compare())
+# Allowed relative errors. float64 is the proof. In the others rounding hides small mistakes, and a
+# small tensor can be all wrong and pass, since compare() relates its error to all of its kind
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bfloat16": 2e-1}
-# A process that torchrun did not start is the only one, and prints, too
+# A process that torchrun did not start is the only one, so it prints, too
 IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ
 
 
@@ -602,7 +602,7 @@ def print_table(rows):
 
 
 def gather_objects(value, group):
-    """Every rank's value, in a list; it is a barrier, too. Of a fake group only its own."""
+    """Every rank's value, in a list; of a fake group only its own. It is a barrier, too."""
     if dist.get_backend(group) == "fake":
         return [value]
     values = [None] * group.size()
@@ -611,8 +611,8 @@ def gather_objects(value, group):
 
 
 def upcasts_in_float64(args):
-    """A context for the proof, in which HF's model is otherwise untouched. HF computes norms and
-    softmax in torch.float32; with --dtype float64 its code finds float64 under that name."""
+    """A context for the proof. HF computes norms and softmax in torch.float32; with --dtype
+    float64 its code finds float64 under that name. Nothing else in HF's model changes."""
     family = args.config.model_type
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     wide = torch.promote_types(getattr(torch, args.dtype), torch.float32)
@@ -657,8 +657,8 @@ def proof_batch(args, group, step=1):
     """ids and labels (b, s) of a step, such that an error is unlikely to cancel or hide.
 
     Step 2 has other tokens and another length, so that stale state from step 1 shows. Targets are
-    spread unevenly over sequences and tokens. Inputs, and in a long sequence targets, include the
-    padding token and the first and last row of each rank's share of the vocabulary.
+    spread unevenly over sequences and tokens. Inputs include the padding token, and the first
+    and last row of each rank's share of the vocabulary; so do the targets of a long sequence.
     """
     vocabulary, length = args.config.vocab_size, args.length
     if step == 2:
@@ -700,10 +700,10 @@ def own_part(noted, tensor, full, group):
 
 
 def compare(step, kind, found, expected, args, group):
-    """Rows of --json. found, expected: {name: tensor} of this rank, of one device; of kind grad
-    {name: parameter}, whose .grad are compared. A row has the tensor's error over all ranks, and
-    its coverage: how often an element exists over all ranks, replicas counted once. Given is the
-    coverage that is farthest from 1: below 1 an element is lost, above 1 shards overlap."""
+    """Rows of --json. found {name: tensor} is this rank's, expected is one device's; of kind grad
+    they have parameters, whose .grad are compared. A row has a tensor's error over all ranks, and
+    its coverage: how often an element exists over all ranks, replicas counted once. It is that of
+    the element farthest from 1: below 1 the element is lost, above 1 shards overlap."""
 
     def value(noted):
         tensor = noted.grad if kind == "grad" else noted
@@ -716,7 +716,7 @@ def compare(step, kind, found, expected, args, group):
             own[name] = own_part(noted, value(noted), expected[name], group)
     of_ranks = gather_objects(own, group)
     squares = {name: full.double().square().sum().item() for name, full in expected.items()}
-    # An error is divided by the larger of the tensor's norm and 1e-3 (float64) or 1 (else) times
+    # Errors are divided by the tensor's norm, but by at least 1e-3 (float64) or 1 (else) times
     # the norm of all of its kind, since some are zero but for rounding. All is squared here
     least = sum(squares.values()) * (1e-6 if args.dtype == "float64" else 1)
     rows = []
@@ -739,12 +739,12 @@ def compare(step, kind, found, expected, args, group):
 def check_correctness(args, group):
     """Compare all tensors of three steps on P ranks with those of HF's model on every rank.
 
-    Step 3 has logits of up to thousands, whose exp() overflows; only float64 has this step, since
-    elsewhere rounding decides.
+    Step 3 has logits of up to thousands, whose exp() overflows. Only float64 has this step,
+    since in the other dtypes rounding decides which word wins.
     """
     reference, model = load_model(args), parallelize(load_model(args), group, args)
     expected, found = (dict(m.named_parameters()) for m in (reference, model))
-    # In the backward's order: the first wrong gradient is the nearest to its cause
+    # In the backward's order, so that the first wrong gradient is the nearest to its cause
     backward_order = dict(reversed(expected.items()))
     rows = compare(1, "weight", found, expected, args, group)  # before any step
     result = {"tolerance": LIMIT[args.dtype]}
@@ -770,7 +770,7 @@ def check_correctness(args, group):
             result |= {"loss_reference": right_loss.item(), "loss": loss.item()}
             result |= {"grad_norm_reference": right_norm.item(), "grad_norm": norm.item()}
         lr = 0.05 * right_loss.item() / (right_norm.item() ** 2 or 1.0)  # about 5% less loss
-        for m in (reference, model):  # SGD: Adam would hide a gradient too large by a factor
+        for m in (reference, model):  # SGD, because Adam would hide a wrong factor
             torch.optim.SGD(m.parameters(), lr, foreach=False).step()
             m.zero_grad()
     wrong = [row for row in rows if not row["passed"]]
@@ -785,8 +785,8 @@ def check_correctness(args, group):
 
 
 def check_learning(args, group):
-    """Train one device and P ranks on the text of this file: the same losses, and they fall. Every
-    other step's gradient is clipped, to half of its norm; in the others it is below the limit."""
+    """Train one device and P ranks on the text of this file: losses have to agree and to fall.
+    Every other step's gradient is clipped to half of its norm; the rest are below the limit."""
     reference, model = load_model(args), parallelize(load_model(args), group, args)
     text = torch.tensor(list(Path(__file__).read_bytes())) % args.config.vocab_size
     ids = text[torch.arange(args.batch * args.length) % len(text)]  # the same at each step
@@ -812,8 +812,8 @@ def check_learning(args, group):
 
 
 class Meter(TorchDispatchMode):
-    """Sees every operation: counts messages and their bytes, and the peak of the bytes of all
-    tensors alive (for CPUs). A message has the full tensor's bytes; an all-to-all, its input's."""
+    """Sees every operation. Counts messages and their bytes, and (for CPUs) the most bytes that
+    tensors have at once. A message has the full tensor's bytes; an all-to-all has its input's."""
 
     OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
     OPS += ("broadcast", "barrier")  # which no script sends
@@ -821,8 +821,8 @@ class Meter(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.messages, self.peak = Counter(), 0
-        # PyTorch keeps a storage's Python object as long as the storage: so an entry disappears
-        # when PyTorch frees the memory
+        # PyTorch keeps a storage's Python object as long as the storage itself, so an entry
+        # disappears when PyTorch frees the memory
         self.alive = weakref.WeakValueDictionary()
         self.see(gc.get_objects())  # what exists already
 
@@ -853,8 +853,8 @@ class Meter(TorchDispatchMode):
 
 
 def compare_traffic(forward, step, expected):
-    """Rows of --json: the messages of this rank, beside the rows of expected_traffic(). The
-    backward's: those of a whole step without those of a forward."""
+    """Rows of --json: this rank's messages, beside the rows of expected_traffic(). The
+    backward has the messages of a whole step without those of a forward."""
     rows = []
     backward = Counter(step.messages)
     backward.subtract(forward.messages)
@@ -872,7 +872,7 @@ def compare_traffic(forward, step, expected):
 
 
 def check_benchmark(args, group):
-    """Time, peak memory and messages of forward and backward; messages as expected, to the byte."""
+    """Measures time and peak memory of forward and backward, checks messages to the byte."""
     model = parallelize(load_model(args), group, args)
     batch = proof_batch(args, group)
     device = torch.get_device_module(args.device)
@@ -915,7 +915,7 @@ def check_benchmark(args, group):
 # ---- 6. Command line -----------------------------------------------------------------------------
 
 MODES = {"correctness": check_correctness, "learning": check_learning, "benchmark": check_benchmark}
-# Files that do not have weights: a folder of config.json and these gets random ones
+# Names of files without weights; a folder that has no others gets random weights
 NO_WEIGHTS = re.compile(
     r".*config\.json|.*token.*|vocab.*|merges.*|.*template.*|.*\.md|LICENSE.*|\..*"
 )
@@ -947,7 +947,7 @@ def find_model(name):
     if hasattr(config, "quantization_config") or (path / "adapter_config.json").exists():
         raise UsageError(f"{name} is quantized or has an adapter; use plain weights")
     if config.attention_dropout:
-        print("attention_dropout is set to 0: ranks would not draw what one device draws")
+        print("attention_dropout is set to 0, since ranks and one device draw different numbers")
         config.attention_dropout = 0.0
     check_config(config)
     files = [file for file in path.glob("*") if not NO_WEIGHTS.fullmatch(file.name)]
@@ -1021,7 +1021,7 @@ def start(args):
     if args.backend == "auto":
         args.backend = "nccl" if gpus >= local_world else "gloo"
     if args.backend == "nccl" and gpus < local_world:
-        raise UsageError(f"--backend nccl needs {local_world} GPUs, here are {gpus}; use gloo")
+        raise UsageError(f"--backend nccl needs {local_world} GPUs, not {gpus}; use gloo")
     args.device = torch.device("cpu")
     if gpus and args.backend in ("nccl", "fake"):
         args.device = torch.device("cuda", local_rank)
@@ -1080,7 +1080,7 @@ def main(argv=None):
         return 0 if run(args, start(args)) else 1
     except Exception as problem:
         is_usage = isinstance(problem, UsageError | OSError | ImportError)  # OSError: a full disk
-        if not IS_RANK0:  # torchrun ends all ranks as soon as one exits: let rank 0 print first
+        if not IS_RANK0:  # torchrun ends all ranks when one exits, so rank 0 prints first
             faulthandler.unregister(signal.SIGTERM)  # this rank does not hang
             time.sleep(30 if is_usage else 2)  # 2: rank 0 may be about to say what caused this
         if not is_usage:

@@ -1,8 +1,8 @@
 """Ulysses sequence parallelism for LLaMA in one file (DeepSpeed, arXiv 2309.14509) on HF's model.
 
 Each of P ranks holds the activations of s/P of the s tokens, and all weights. Norms, projections
-and MLP treat each token by itself, and need no other rank. Attention alone mixes tokens, and it
-treats each head by itself: so it gets all tokens of 1/P of the heads. One attention block, P = 2:
+and MLP treat each token by itself, and need no other rank. Attention alone mixes tokens, but treats
+each head by itself, so a rank gets 1/P of the heads of all tokens. An attention, P = 2:
 
     rank 0: tokens 0..s/2       rank 1: tokens s/2..s        (b, s/2, h)
     q, k, v projections         q, k, v projections          replicated weights, all heads
@@ -29,12 +29,12 @@ treats each head by itself: so it gets all tokens of 1/P of the heads. One atten
     with --shard-weights          all-gather of    all-gather of all weights, and, instead of the
                                   all weights      all-reduces, reduce-scatter of all gradients
 
---recompute none keeps all activations of a layer; full, the default, only its input, (b, s/P, h).
-A layer's messages are of s/P tokens, and shrink with P (k, v: as long as each rank has a KV head of
-its own); those of tp.py and sp_megatron.py are of all s. In memory, weights and gradients are whole
-on each rank; --shard-weights leaves 1/P of them (ZeRO-3), but its messages are of all of them.
-Heads are divided as in tp.py: whole KV heads with the query heads that read them; or, if P is a
-multiple of their number, each KV head goes to several ranks, which divide its query heads.
+--recompute full, the default, keeps only each layer's input, (b, s/P, h); none keeps all its
+activations. A layer's messages hold s/P tokens (in tp.py and sp_megatron.py they hold all s).
+So they shrink with P (k and v, as long as each rank has a KV head of its own). Each rank holds all
+weights and gradients; --shard-weights leaves it 1/P of them (ZeRO-3), but sends all of them. Heads
+are divided as in tp.py: a rank has whole KV heads and the query heads that read them. If P is a
+multiple of the number of KV heads, several ranks have one KV head, and divide its query heads.
 
     torchrun --nproc_per_node=2 sp_ulysses.py --mode correctness
     torchrun --nproc_per_node=4 sp_ulysses.py --mode all --length 1001
@@ -118,8 +118,8 @@ class UsageError(Exception):
 
 
 class SeqAllToAll(torch.autograd.Function):
-    """Of x's rows (dim 0) send[r] go to rank r, and receive[r] rows come from rank r. The backward
-    swaps the counts: a row's gradient returns to where the row came from. (DeepSpeed's name.)"""
+    """send[r] rows of x (dim 0) go to rank r, receive[r] rows come from rank r. The backward swaps
+    the counts, as a row's gradient returns to where the row came from. (DeepSpeed's name.)"""
 
     @staticmethod
     def forward(ctx, x, send, receive, group):
@@ -177,9 +177,9 @@ def head_range(config, rank, world):
 
 # Copied from tp.py
 def shared_head_range(kv_heads, per_kv, rank, world):
-    """The same with more ranks than KV heads: several ranks have the same KV head, and divide the
-    query heads that read it."""
-    sharing = world // kv_heads  # ranks that have the same KV head: check_heads() sees to that
+    """The same with more ranks than KV heads. Several ranks then have the same KV head, and
+    divide the query heads that read it."""
+    sharing = world // kv_heads  # ranks per KV head; check_heads() allows no remainder
     k = rank // sharing
     q0, q1 = split(per_kv, rank % sharing, sharing)
     return (k * per_kv + q0, k * per_kv + q1), (k, k + 1)
@@ -193,12 +193,12 @@ def head_counts(config, world):
 
 def ulysses_attention(stock, stand_in, group, module, query, key, value, mask, **others):
     """HF's attention function `stock`, with all-to-alls before and after it. `stock` reads head
-    counts and the kernel's name from a module: so it is given `stand_in`, which has this rank's.
+    counts and the kernel's name from a module, so it gets `stand_in`, which has this rank's.
 
     query (b, heads, s/P, d), key and value (b, KV heads, s/P, d) -> (b, s/P, heads, d).
     """
     q_counts, kv_counts = head_counts(module.config, group.size())
-    # A KV head is repeated for each rank that has it: repeat_interleave's backward sums over them
+    # A KV head is repeated for each rank that has it; the backward sums their gradients
     sharing = max(1, group.size() // module.config.num_key_value_heads)
     if sharing > 1:
         key, value = (x.repeat_interleave(sharing, 1) for x in (key, value))
@@ -221,8 +221,8 @@ def attend_with_ulysses(model, group, args):
     stock = ALL_ATTENTION_FUNCTIONS.get_interface(args.attn_implementation, eager)
     mask = partial(all_tokens_mask, ALL_MASK_ATTENTION_FUNCTIONS[args.attn_implementation], group)
     (q0, q1), (k0, k1) = head_range(model.config, group.rank(), group.size())
-    # What HF's functions read from the module: how many query heads read a KV head (fewer here,
-    # where KV heads are repeated), and the kernel's name in its config (which is "ulysses" now)
+    # HF's functions read from the module how many query heads read a KV head (fewer here, where KV
+    # heads are repeated), and from its config the kernel's name (the model's is "ulysses" now)
     stand_in = SimpleNamespace(num_key_value_groups=(q1 - q0) // (k1 - k0), is_causal=True)
     stand_in.config = SimpleNamespace(_attn_implementation=args.attn_implementation)
     stand_in.training = True
@@ -264,7 +264,7 @@ def shard_weights(model, group, args):
 
 def note_gradients(model, group, args):
     """Note on each parameter how many ranks hold it (replicas) and, where each of them computes
-    only a part of its gradient (that of its tokens), the group that has to add the parts up."""
+    only its own tokens' part of the gradient, the group that has to add the parts up (sum_over)."""
     world = group.size()
     for parameter in model.parameters():
         parameter.replicas, parameter.sum_over = world, group if world > 1 else None
@@ -306,9 +306,9 @@ def own_tokens(x, group, padding):
 
 
 def sum_of_losses(model, hidden, targets):
-    """Sum of -log softmax(logits)[target] of hidden (b, c, h), c tokens of each sequence. A token
-    whose target is IGNORE adds none. By hand, since on a CPU the gradient of F.cross_entropy in
-    float32 is off by up to 3e-6, with 128,256 words; this one by 3e-8."""
+    """Sum of -log softmax(logits)[target] of hidden (b, c, h), c tokens of each sequence. A
+    token whose target is IGNORE adds none. Written by hand, because F.cross_entropy's gradient
+    in float32, with 128,256 words on a CPU, is off by up to 3e-6; this one is off by 3e-8."""
     logits = model.lm_head(hidden)  # (b, c, v)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits = logits - logits.detach().max(-1, keepdim=True).values  # at most 0: exp stays finite
@@ -323,7 +323,7 @@ def mean_loss(model, hidden, labels, group, args):
     # A token's target is the next token. Shift before the split, since a rank's last token predicts
     # the next rank's first
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
-    count = (targets != IGNORE).sum()  # of all s tokens: each rank has all labels
+    count = (targets != IGNORE).sum()  # of all s tokens, since each rank has all labels
     targets = own_tokens(targets, group, IGNORE)
     total = 0
     for h, t in zip(hidden.split(chunk, 1), targets.split(chunk, 1)):
@@ -337,14 +337,14 @@ def mean_loss(model, hidden, labels, group, args):
 def final_hidden_states(model, ids, group):
     """Output of the final norm for this rank's tokens, (b, s/P, h). ids (b, s): all tokens."""
     last = ids.shape[1] - 1
-    ids = own_tokens(ids, group, 0)  # padding comes last: no token before it attends to it
+    ids = own_tokens(ids, group, 0)  # padding comes last, so no token before attends to it
     size = ids.shape[1]
     first = group.rank() * size
     positions = torch.arange(group.size() * size, device=ids.device)[None]  # of all tokens
 
     # The mask needs 0, 1, 2, ..., since HF takes a repeated position for the start of a document.
-    # But some rotary embeddings (longrope) choose frequencies by the largest position that they
-    # get: so for them padding has the last token's
+    # But some rotary embeddings (longrope) choose frequencies by the largest position that
+    # they get. So the rotary embedding gets the last token's position for padding, too
     def clamp_padding(rotary, inputs, kwargs):
         return (inputs[0], positions.clamp(max=last)), {}  # hidden states, positions
 
@@ -359,9 +359,9 @@ def final_hidden_states(model, ids, group):
 
 
 def forward_backward(model, ids, labels, group, args, backward=True):
-    """Mean loss of ids (b, s) and labels (b, s), not shifted; the same on every rank. Before, each
-    .grad has to be None, since sum_gradients() would sum an older one again; after, it is complete.
-    """
+    """Mean loss of ids (b, s) and unshifted labels (b, s); it is the same on every rank.
+    Before it each .grad has to be None, since sum_gradients() would sum an older one again.
+    After it each .grad is complete."""
     share = model(ids, labels, group, args)
     loss = share.detach().clone()
     if group.size() > 1:
@@ -382,9 +382,9 @@ def sum_gradients(model):
 
 # Copied from tp.py
 def local_tensor(tensor, parameter):
-    """This rank's shard of a parameter or of its gradient, which a DTensor (tp.py --dtensor or
-    sp_ulysses.py --shard-weights) may have placed otherwise. Any other tensor is returned as it is.
-    """
+    """This rank's shard of a parameter or its gradient. A DTensor (of tp.py --dtensor or
+    sp_ulysses.py --shard-weights) is first redistributed as the parameter is placed. Any other
+    tensor is returned as it is."""
     if hasattr(tensor, "to_local"):
         tensor = tensor.redistribute(placements=parameter.placements).to_local()
     return tensor
@@ -403,9 +403,9 @@ def grad_norm(model, group):
 
 # Copied from tp.py
 def train_step(model, optimizer, ids, labels, group, args, max_norm=1.0):
-    """A step of training; returns the loss. If the gradient's norm is larger than max_norm, the
-    gradient is scaled down to that, as by PyTorch's clip_grad_norm_, but by the norm over all
-    ranks: the same on each of them, so that replicas stay equal."""
+    """A step of training; returns the loss. If the gradient's norm is larger than max_norm,
+    the gradient is scaled down to that, as PyTorch's clip_grad_norm_ does. But the norm is
+    that over all ranks, which is the same on each, so that replicas stay equal."""
     loss = forward_backward(model, ids, labels, group, args)
     scale = (max_norm / (grad_norm(model, group) + 1e-6)).clamp(max=1.0).item()
     for parameter in model.parameters():
@@ -492,10 +492,10 @@ def finalize_args(args, world):
 # Copied from tp.py
 # ---- 5. Proof: from here on the same in tp.py, sp_megatron.py, sp_ulysses.py and pp.py -----------
 
-# Allowed relative errors. float64 is the proof. Elsewhere rounding hides small mistakes, and small
-# tensors can be wholly wrong and pass: their error is relative to all of their kind (see compare())
+# Allowed relative errors. float64 is the proof. In the others rounding hides small mistakes, and a
+# small tensor can be all wrong and pass, since compare() relates its error to all of its kind
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bfloat16": 2e-1}
-# A process that torchrun did not start is the only one, and prints, too
+# A process that torchrun did not start is the only one, so it prints, too
 IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ
 
 
@@ -511,7 +511,7 @@ def print_table(rows):
 
 
 def gather_objects(value, group):
-    """Every rank's value, in a list; it is a barrier, too. Of a fake group only its own."""
+    """Every rank's value, in a list; of a fake group only its own. It is a barrier, too."""
     if dist.get_backend(group) == "fake":
         return [value]
     values = [None] * group.size()
@@ -520,8 +520,8 @@ def gather_objects(value, group):
 
 
 def upcasts_in_float64(args):
-    """A context for the proof, in which HF's model is otherwise untouched. HF computes norms and
-    softmax in torch.float32; with --dtype float64 its code finds float64 under that name."""
+    """A context for the proof. HF computes norms and softmax in torch.float32; with --dtype
+    float64 its code finds float64 under that name. Nothing else in HF's model changes."""
     family = args.config.model_type
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     wide = torch.promote_types(getattr(torch, args.dtype), torch.float32)
@@ -566,8 +566,8 @@ def proof_batch(args, group, step=1):
     """ids and labels (b, s) of a step, such that an error is unlikely to cancel or hide.
 
     Step 2 has other tokens and another length, so that stale state from step 1 shows. Targets are
-    spread unevenly over sequences and tokens. Inputs, and in a long sequence targets, include the
-    padding token and the first and last row of each rank's share of the vocabulary.
+    spread unevenly over sequences and tokens. Inputs include the padding token, and the first
+    and last row of each rank's share of the vocabulary; so do the targets of a long sequence.
     """
     vocabulary, length = args.config.vocab_size, args.length
     if step == 2:
@@ -609,10 +609,10 @@ def own_part(noted, tensor, full, group):
 
 
 def compare(step, kind, found, expected, args, group):
-    """Rows of --json. found, expected: {name: tensor} of this rank, of one device; of kind grad
-    {name: parameter}, whose .grad are compared. A row has the tensor's error over all ranks, and
-    its coverage: how often an element exists over all ranks, replicas counted once. Given is the
-    coverage that is farthest from 1: below 1 an element is lost, above 1 shards overlap."""
+    """Rows of --json. found {name: tensor} is this rank's, expected is one device's; of kind grad
+    they have parameters, whose .grad are compared. A row has a tensor's error over all ranks, and
+    its coverage: how often an element exists over all ranks, replicas counted once. It is that of
+    the element farthest from 1: below 1 the element is lost, above 1 shards overlap."""
 
     def value(noted):
         tensor = noted.grad if kind == "grad" else noted
@@ -625,7 +625,7 @@ def compare(step, kind, found, expected, args, group):
             own[name] = own_part(noted, value(noted), expected[name], group)
     of_ranks = gather_objects(own, group)
     squares = {name: full.double().square().sum().item() for name, full in expected.items()}
-    # An error is divided by the larger of the tensor's norm and 1e-3 (float64) or 1 (else) times
+    # Errors are divided by the tensor's norm, but by at least 1e-3 (float64) or 1 (else) times
     # the norm of all of its kind, since some are zero but for rounding. All is squared here
     least = sum(squares.values()) * (1e-6 if args.dtype == "float64" else 1)
     rows = []
@@ -648,12 +648,12 @@ def compare(step, kind, found, expected, args, group):
 def check_correctness(args, group):
     """Compare all tensors of three steps on P ranks with those of HF's model on every rank.
 
-    Step 3 has logits of up to thousands, whose exp() overflows; only float64 has this step, since
-    elsewhere rounding decides.
+    Step 3 has logits of up to thousands, whose exp() overflows. Only float64 has this step,
+    since in the other dtypes rounding decides which word wins.
     """
     reference, model = load_model(args), parallelize(load_model(args), group, args)
     expected, found = (dict(m.named_parameters()) for m in (reference, model))
-    # In the backward's order: the first wrong gradient is the nearest to its cause
+    # In the backward's order, so that the first wrong gradient is the nearest to its cause
     backward_order = dict(reversed(expected.items()))
     rows = compare(1, "weight", found, expected, args, group)  # before any step
     result = {"tolerance": LIMIT[args.dtype]}
@@ -679,7 +679,7 @@ def check_correctness(args, group):
             result |= {"loss_reference": right_loss.item(), "loss": loss.item()}
             result |= {"grad_norm_reference": right_norm.item(), "grad_norm": norm.item()}
         lr = 0.05 * right_loss.item() / (right_norm.item() ** 2 or 1.0)  # about 5% less loss
-        for m in (reference, model):  # SGD: Adam would hide a gradient too large by a factor
+        for m in (reference, model):  # SGD, because Adam would hide a wrong factor
             torch.optim.SGD(m.parameters(), lr, foreach=False).step()
             m.zero_grad()
     wrong = [row for row in rows if not row["passed"]]
@@ -694,8 +694,8 @@ def check_correctness(args, group):
 
 
 def check_learning(args, group):
-    """Train one device and P ranks on the text of this file: the same losses, and they fall. Every
-    other step's gradient is clipped, to half of its norm; in the others it is below the limit."""
+    """Train one device and P ranks on the text of this file: losses have to agree and to fall.
+    Every other step's gradient is clipped to half of its norm; the rest are below the limit."""
     reference, model = load_model(args), parallelize(load_model(args), group, args)
     text = torch.tensor(list(Path(__file__).read_bytes())) % args.config.vocab_size
     ids = text[torch.arange(args.batch * args.length) % len(text)]  # the same at each step
@@ -721,8 +721,8 @@ def check_learning(args, group):
 
 
 class Meter(TorchDispatchMode):
-    """Sees every operation: counts messages and their bytes, and the peak of the bytes of all
-    tensors alive (for CPUs). A message has the full tensor's bytes; an all-to-all, its input's."""
+    """Sees every operation. Counts messages and their bytes, and (for CPUs) the most bytes that
+    tensors have at once. A message has the full tensor's bytes; an all-to-all has its input's."""
 
     OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
     OPS += ("broadcast", "barrier")  # which no script sends
@@ -730,8 +730,8 @@ class Meter(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.messages, self.peak = Counter(), 0
-        # PyTorch keeps a storage's Python object as long as the storage: so an entry disappears
-        # when PyTorch frees the memory
+        # PyTorch keeps a storage's Python object as long as the storage itself, so an entry
+        # disappears when PyTorch frees the memory
         self.alive = weakref.WeakValueDictionary()
         self.see(gc.get_objects())  # what exists already
 
@@ -762,8 +762,8 @@ class Meter(TorchDispatchMode):
 
 
 def compare_traffic(forward, step, expected):
-    """Rows of --json: the messages of this rank, beside the rows of expected_traffic(). The
-    backward's: those of a whole step without those of a forward."""
+    """Rows of --json: this rank's messages, beside the rows of expected_traffic(). The
+    backward has the messages of a whole step without those of a forward."""
     rows = []
     backward = Counter(step.messages)
     backward.subtract(forward.messages)
@@ -781,7 +781,7 @@ def compare_traffic(forward, step, expected):
 
 
 def check_benchmark(args, group):
-    """Time, peak memory and messages of forward and backward; messages as expected, to the byte."""
+    """Measures time and peak memory of forward and backward, checks messages to the byte."""
     model = parallelize(load_model(args), group, args)
     batch = proof_batch(args, group)
     device = torch.get_device_module(args.device)
@@ -824,7 +824,7 @@ def check_benchmark(args, group):
 # ---- 6. Command line -----------------------------------------------------------------------------
 
 MODES = {"correctness": check_correctness, "learning": check_learning, "benchmark": check_benchmark}
-# Files that do not have weights: a folder of config.json and these gets random ones
+# Names of files without weights; a folder that has no others gets random weights
 NO_WEIGHTS = re.compile(
     r".*config\.json|.*token.*|vocab.*|merges.*|.*template.*|.*\.md|LICENSE.*|\..*"
 )
@@ -856,7 +856,7 @@ def find_model(name):
     if hasattr(config, "quantization_config") or (path / "adapter_config.json").exists():
         raise UsageError(f"{name} is quantized or has an adapter; use plain weights")
     if config.attention_dropout:
-        print("attention_dropout is set to 0: ranks would not draw what one device draws")
+        print("attention_dropout is set to 0, since ranks and one device draw different numbers")
         config.attention_dropout = 0.0
     check_config(config)
     files = [file for file in path.glob("*") if not NO_WEIGHTS.fullmatch(file.name)]
@@ -930,7 +930,7 @@ def start(args):
     if args.backend == "auto":
         args.backend = "nccl" if gpus >= local_world else "gloo"
     if args.backend == "nccl" and gpus < local_world:
-        raise UsageError(f"--backend nccl needs {local_world} GPUs, here are {gpus}; use gloo")
+        raise UsageError(f"--backend nccl needs {local_world} GPUs, not {gpus}; use gloo")
     args.device = torch.device("cpu")
     if gpus and args.backend in ("nccl", "fake"):
         args.device = torch.device("cuda", local_rank)
@@ -989,7 +989,7 @@ def main(argv=None):
         return 0 if run(args, start(args)) else 1
     except Exception as problem:
         is_usage = isinstance(problem, UsageError | OSError | ImportError)  # OSError: a full disk
-        if not IS_RANK0:  # torchrun ends all ranks as soon as one exits: let rank 0 print first
+        if not IS_RANK0:  # torchrun ends all ranks when one exits, so rank 0 prints first
             faulthandler.unregister(signal.SIGTERM)  # this rank does not hang
             time.sleep(30 if is_usage else 2)  # 2: rank 0 may be about to say what caused this
         if not is_usage:

@@ -1,8 +1,8 @@
 """Tensor parallelism for LLaMA in one file: Megatron-LM (arXiv 1909.08053) on Hugging Face's model.
 
-Each of P ranks holds 1/P of each weight matrix, but the activations between the blocks (a block:
-attention or MLP) as a whole. P = 2; b sequences of s tokens, h hidden_size, i intermediate_size; a
-weight is (out, in):
+Each of P ranks holds 1/P of each weight matrix, but the activations between the blocks (a
+block is attention or MLP) are whole on every rank. Here P = 2, and there are b sequences of s
+tokens; h is hidden_size, i is intermediate_size, and a weight is (out, in):
 
       x (b, s, h), the norm's output, on both ranks
         | f   forward: nothing           backward: all-reduce dx
@@ -23,10 +23,10 @@ and head are cut by vocabulary, and the loss is computed without ever gathering 
     --recompute none: keep all                  2 all-reduces     2 all-reduces
     --recompute full: keep a layer's input      2 all-reduces     3 all-reduces: attention's g again
 
-The recomputation stops before the MLP's g: no gradient needs what leaves it. Weight matrices, their
-gradients and optimizer state shrink by P (k and v by the number of KV heads, if that is smaller);
-but each rank first loads all of the model, and then keeps its share. The activations between the
-blocks do not shrink: sp_megatron.py divides those, too.
+The recomputation stops before the MLP's g, because no gradient needs what leaves the MLP.
+Weight matrices, their gradients and optimizer state shrink by P (k and v by the number of KV
+heads, if that is smaller). But each rank first loads all of the model, and then keeps its
+share. The activations between the blocks do not shrink; sp_megatron.py divides those, too.
 
     torchrun --nproc_per_node=2 tp.py --mode correctness
     torchrun --nproc_per_node=2 tp.py --length 20480 --batch 1 --mode benchmark --dtype bfloat16
@@ -127,7 +127,7 @@ class CopyToTPRegion(torch.autograd.Function):
 
 class ReduceFromTPRegion(torch.autograd.Function):
     """The paper's g. y is the sum of the ranks' partial results, so the gradient of each is dy.
-    What follows g is the same on all ranks: each has the whole dy already."""
+    What follows g is the same on all ranks, so each has the whole dy already."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -188,7 +188,7 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows [start, end) of an nn.Embedding; a token of another rank's rows is masked to zero."""
+    """Rows [start, end) of an nn.Embedding; tokens of other ranks' rows are masked to zero."""
 
     def __init__(self, embedding, start, end, group):
         super().__init__()
@@ -212,8 +212,8 @@ def shard_model(model, group):
     i0, i1 = split(config.intermediate_size, rank, world)
     v0, v1 = split(config.vocab_size, rank, world)
 
-    # A forward hook of a norm, since all column parallel linears of a block read the norm's output:
-    # so their dx are added up first, and then all-reduced once
+    # A hook on the norm, because all column parallel linears of a block read the norm's output.
+    # So their dx are added up first, and the sum is all-reduced once
     def f(norm, inputs, out):
         return copy_to_tp_region(out, group)
 
@@ -253,9 +253,9 @@ def head_range(config, rank, world):
 
 
 def shared_head_range(kv_heads, per_kv, rank, world):
-    """The same with more ranks than KV heads: several ranks have the same KV head, and divide the
-    query heads that read it."""
-    sharing = world // kv_heads  # ranks that have the same KV head: check_heads() sees to that
+    """The same with more ranks than KV heads. Several ranks then have the same KV head, and
+    divide the query heads that read it."""
+    sharing = world // kv_heads  # ranks per KV head; check_heads() allows no remainder
     k = rank // sharing
     q0, q1 = split(per_kv, rank % sharing, sharing)
     return (k * per_kv + q0, k * per_kv + q1), (k, k + 1)
@@ -275,7 +275,7 @@ def note_gradients(model, group, args):
         parameter.replicas, parameter.sum_over = 1, None  # a shard, and all of its gradient
         if "q_norm" in name or "k_norm" in name:  # Qwen3's: a rank's own heads give a part
             parameter.replicas, parameter.sum_over = world, all_ranks
-        elif "norm" in name:  # f has summed the gradient of its output: so each rank's is complete
+        elif "norm" in name:  # f has summed the norm's dy, so each rank's gradient is complete
             parameter.replicas = world
         elif "k_proj" in name or "v_proj" in name:  # a rank's own query heads give a part
             parameter.replicas, parameter.sum_over = sharing, kv_group
@@ -310,7 +310,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     """-log softmax(logits)[target] with the vocabulary cut over the ranks (Megatron-LM).
 
     logits (n, v/P): columns [start, start + v/P); target (n): ids of the whole vocabulary. Returns
-    the loss of each token, (n). Three numbers per token are reduced instead of gathering v of them.
+    the loss of each token, (n). The ranks reduce three numbers per token and do not gather v.
     """
 
     @staticmethod
@@ -323,8 +323,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         target_logit = shifted.gather(-1, local_target)[:, 0].masked_fill(not_mine, 0)
         both = torch.stack([target_logit, shifted.exp_().sum(-1)])
         target_logit, sum_exp = all_reduce(both, group)
-        # Save peak and sum_exp apart: rounding one number, peak + log(sum_exp), can change it by
-        # more than a target's whole gradient, softmax - 1
+        # Save peak and sum_exp apart, since rounding a single number, peak + log(sum_exp), can
+        # change it by more than a target's whole gradient, softmax - 1
         ctx.save_for_backward(logits, local_target, not_mine, peak, sum_exp)
         return sum_exp.log() - target_logit
 
@@ -347,8 +347,8 @@ def sum_of_losses(model, hidden, targets, group):
 
 
 def tokens_per_chunk(length, group, args):
-    """Tokens of each sequence in a chunk. A rank has v/P columns: so a chunk of P times the tokens
-    takes the memory of LOSS_CHUNK * v logits, and there are 1/P as many chunks."""
+    """Tokens of each sequence in a chunk. A rank has v/P columns, so P * LOSS_CHUNK tokens
+    take the memory of LOSS_CHUNK * v logits, and there are 1/P as many chunks."""
     return length if args.loss == "full" else max(1, LOSS_CHUNK * group.size() // args.batch)
 
 
@@ -371,10 +371,10 @@ def final_hidden_states(model, ids, group):
 
 
 def forward_backward(model, ids, labels, group, args, backward=True):
-    """Mean loss of ids (b, s) and labels (b, s), not shifted; the same on every rank. Before, each
-    .grad has to be None, since sum_gradients() would sum an older one again; after, it is complete.
-    """
-    # Without a name for the hidden states, which would keep them in memory through the backward
+    """Mean loss of ids (b, s) and unshifted labels (b, s); it is the same on every rank.
+    Before it each .grad has to be None, since sum_gradients() would sum an older one again.
+    After it each .grad is complete."""
+    # The hidden states get no name, because a name would keep them in memory in the backward
     loss = mean_loss(model, final_hidden_states(model, ids, group), labels, group, args)
     if backward:
         loss.backward()
@@ -390,9 +390,9 @@ def sum_gradients(model):
 
 
 def local_tensor(tensor, parameter):
-    """This rank's shard of a parameter or of its gradient, which a DTensor (tp.py --dtensor or
-    sp_ulysses.py --shard-weights) may have placed otherwise. Any other tensor is returned as it is.
-    """
+    """This rank's shard of a parameter or its gradient. A DTensor (of tp.py --dtensor or
+    sp_ulysses.py --shard-weights) is first redistributed as the parameter is placed. Any other
+    tensor is returned as it is."""
     if hasattr(tensor, "to_local"):
         tensor = tensor.redistribute(placements=parameter.placements).to_local()
     return tensor
@@ -409,9 +409,9 @@ def grad_norm(model, group):
 
 
 def train_step(model, optimizer, ids, labels, group, args, max_norm=1.0):
-    """A step of training; returns the loss. If the gradient's norm is larger than max_norm, the
-    gradient is scaled down to that, as by PyTorch's clip_grad_norm_, but by the norm over all
-    ranks: the same on each of them, so that replicas stay equal."""
+    """A step of training; returns the loss. If the gradient's norm is larger than max_norm,
+    the gradient is scaled down to that, as PyTorch's clip_grad_norm_ does. But the norm is
+    that over all ranks, which is the same on each, so that replicas stay equal."""
     loss = forward_backward(model, ids, labels, group, args)
     scale = (max_norm / (grad_norm(model, group) + 1e-6)).clamp(max=1.0).item()
     for parameter in model.parameters():
@@ -429,8 +429,8 @@ def train_step(model, optimizer, ids, labels, group, args, max_norm=1.0):
 
 def shard_model_by_dtensor(model, group):
     """The same by PyTorch's parallelize_module, where P divides KV heads, features and vocabulary.
-    PrepareModuleInput is f: a block's input becomes a DTensor, whose gradient, a partial sum on
-    each rank, is all-reduced once."""
+    PrepareModuleInput is f: a block's input becomes a DTensor, whose gradient is a partial sum
+    on each rank and is all-reduced once."""
     enter_attention = {"input_kwarg_layouts": {"hidden_states": Replicate()}}
     enter_attention |= {"desired_input_kwarg_layouts": {"hidden_states": Replicate()}}
     enter_mlp = {"input_layouts": Replicate(), "desired_input_layouts": Replicate()}
@@ -477,9 +477,9 @@ def expected_traffic(model, group, args):
     number_bytes = tokens * max(4, element)  # of (b, s), in float32 or wider
     chunks = math.ceil(args.length / tokens_per_chunk(args.length, group, args))
     blocks = 2 * layers  # an attention or an MLP: f where it begins, g where it ends
-    head_calls = chunks if args.dtensor else 1  # DTensor: an f a chunk, together one (b, s, h)
+    head_calls = chunks if args.dtensor else 1  # DTensor: one f per chunk, in all (b, s, h)
     rows = [
-        ("forward", "all_reduce", 1 + blocks, (1 + blocks) * hidden_bytes),  # the embedding's first
+        ("forward", "all_reduce", 1 + blocks, (1 + blocks) * hidden_bytes),  # 1: the embedding
         ("forward", "all_reduce", 2 * chunks, 3 * number_bytes),  # max; target logit and sum-exp
         ("backward", "all_reduce", blocks + head_calls, (blocks + 1) * hidden_bytes),
     ]
@@ -523,10 +523,10 @@ def finalize_args(args, world):
 
 # ---- 5. Proof: from here on the same in tp.py, sp_megatron.py, sp_ulysses.py and pp.py -----------
 
-# Allowed relative errors. float64 is the proof. Elsewhere rounding hides small mistakes, and small
-# tensors can be wholly wrong and pass: their error is relative to all of their kind (see compare())
+# Allowed relative errors. float64 is the proof. In the others rounding hides small mistakes, and a
+# small tensor can be all wrong and pass, since compare() relates its error to all of its kind
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bfloat16": 2e-1}
-# A process that torchrun did not start is the only one, and prints, too
+# A process that torchrun did not start is the only one, so it prints, too
 IS_RANK0 = os.environ.get("RANK", "0") == "0" or "LOCAL_RANK" not in os.environ
 
 
@@ -542,7 +542,7 @@ def print_table(rows):
 
 
 def gather_objects(value, group):
-    """Every rank's value, in a list; it is a barrier, too. Of a fake group only its own."""
+    """Every rank's value, in a list; of a fake group only its own. It is a barrier, too."""
     if dist.get_backend(group) == "fake":
         return [value]
     values = [None] * group.size()
@@ -551,8 +551,8 @@ def gather_objects(value, group):
 
 
 def upcasts_in_float64(args):
-    """A context for the proof, in which HF's model is otherwise untouched. HF computes norms and
-    softmax in torch.float32; with --dtype float64 its code finds float64 under that name."""
+    """A context for the proof. HF computes norms and softmax in torch.float32; with --dtype
+    float64 its code finds float64 under that name. Nothing else in HF's model changes."""
     family = args.config.model_type
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     wide = torch.promote_types(getattr(torch, args.dtype), torch.float32)
@@ -597,8 +597,8 @@ def proof_batch(args, group, step=1):
     """ids and labels (b, s) of a step, such that an error is unlikely to cancel or hide.
 
     Step 2 has other tokens and another length, so that stale state from step 1 shows. Targets are
-    spread unevenly over sequences and tokens. Inputs, and in a long sequence targets, include the
-    padding token and the first and last row of each rank's share of the vocabulary.
+    spread unevenly over sequences and tokens. Inputs include the padding token, and the first
+    and last row of each rank's share of the vocabulary; so do the targets of a long sequence.
     """
     vocabulary, length = args.config.vocab_size, args.length
     if step == 2:
@@ -640,10 +640,10 @@ def own_part(noted, tensor, full, group):
 
 
 def compare(step, kind, found, expected, args, group):
-    """Rows of --json. found, expected: {name: tensor} of this rank, of one device; of kind grad
-    {name: parameter}, whose .grad are compared. A row has the tensor's error over all ranks, and
-    its coverage: how often an element exists over all ranks, replicas counted once. Given is the
-    coverage that is farthest from 1: below 1 an element is lost, above 1 shards overlap."""
+    """Rows of --json. found {name: tensor} is this rank's, expected is one device's; of kind grad
+    they have parameters, whose .grad are compared. A row has a tensor's error over all ranks, and
+    its coverage: how often an element exists over all ranks, replicas counted once. It is that of
+    the element farthest from 1: below 1 the element is lost, above 1 shards overlap."""
 
     def value(noted):
         tensor = noted.grad if kind == "grad" else noted
@@ -656,7 +656,7 @@ def compare(step, kind, found, expected, args, group):
             own[name] = own_part(noted, value(noted), expected[name], group)
     of_ranks = gather_objects(own, group)
     squares = {name: full.double().square().sum().item() for name, full in expected.items()}
-    # An error is divided by the larger of the tensor's norm and 1e-3 (float64) or 1 (else) times
+    # Errors are divided by the tensor's norm, but by at least 1e-3 (float64) or 1 (else) times
     # the norm of all of its kind, since some are zero but for rounding. All is squared here
     least = sum(squares.values()) * (1e-6 if args.dtype == "float64" else 1)
     rows = []
@@ -679,12 +679,12 @@ def compare(step, kind, found, expected, args, group):
 def check_correctness(args, group):
     """Compare all tensors of three steps on P ranks with those of HF's model on every rank.
 
-    Step 3 has logits of up to thousands, whose exp() overflows; only float64 has this step, since
-    elsewhere rounding decides.
+    Step 3 has logits of up to thousands, whose exp() overflows. Only float64 has this step,
+    since in the other dtypes rounding decides which word wins.
     """
     reference, model = load_model(args), parallelize(load_model(args), group, args)
     expected, found = (dict(m.named_parameters()) for m in (reference, model))
-    # In the backward's order: the first wrong gradient is the nearest to its cause
+    # In the backward's order, so that the first wrong gradient is the nearest to its cause
     backward_order = dict(reversed(expected.items()))
     rows = compare(1, "weight", found, expected, args, group)  # before any step
     result = {"tolerance": LIMIT[args.dtype]}
@@ -710,7 +710,7 @@ def check_correctness(args, group):
             result |= {"loss_reference": right_loss.item(), "loss": loss.item()}
             result |= {"grad_norm_reference": right_norm.item(), "grad_norm": norm.item()}
         lr = 0.05 * right_loss.item() / (right_norm.item() ** 2 or 1.0)  # about 5% less loss
-        for m in (reference, model):  # SGD: Adam would hide a gradient too large by a factor
+        for m in (reference, model):  # SGD, because Adam would hide a wrong factor
             torch.optim.SGD(m.parameters(), lr, foreach=False).step()
             m.zero_grad()
     wrong = [row for row in rows if not row["passed"]]
@@ -725,8 +725,8 @@ def check_correctness(args, group):
 
 
 def check_learning(args, group):
-    """Train one device and P ranks on the text of this file: the same losses, and they fall. Every
-    other step's gradient is clipped, to half of its norm; in the others it is below the limit."""
+    """Train one device and P ranks on the text of this file: losses have to agree and to fall.
+    Every other step's gradient is clipped to half of its norm; the rest are below the limit."""
     reference, model = load_model(args), parallelize(load_model(args), group, args)
     text = torch.tensor(list(Path(__file__).read_bytes())) % args.config.vocab_size
     ids = text[torch.arange(args.batch * args.length) % len(text)]  # the same at each step
@@ -752,8 +752,8 @@ def check_learning(args, group):
 
 
 class Meter(TorchDispatchMode):
-    """Sees every operation: counts messages and their bytes, and the peak of the bytes of all
-    tensors alive (for CPUs). A message has the full tensor's bytes; an all-to-all, its input's."""
+    """Sees every operation. Counts messages and their bytes, and (for CPUs) the most bytes that
+    tensors have at once. A message has the full tensor's bytes; an all-to-all has its input's."""
 
     OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
     OPS += ("broadcast", "barrier")  # which no script sends
@@ -761,8 +761,8 @@ class Meter(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.messages, self.peak = Counter(), 0
-        # PyTorch keeps a storage's Python object as long as the storage: so an entry disappears
-        # when PyTorch frees the memory
+        # PyTorch keeps a storage's Python object as long as the storage itself, so an entry
+        # disappears when PyTorch frees the memory
         self.alive = weakref.WeakValueDictionary()
         self.see(gc.get_objects())  # what exists already
 
@@ -793,8 +793,8 @@ class Meter(TorchDispatchMode):
 
 
 def compare_traffic(forward, step, expected):
-    """Rows of --json: the messages of this rank, beside the rows of expected_traffic(). The
-    backward's: those of a whole step without those of a forward."""
+    """Rows of --json: this rank's messages, beside the rows of expected_traffic(). The
+    backward has the messages of a whole step without those of a forward."""
     rows = []
     backward = Counter(step.messages)
     backward.subtract(forward.messages)
@@ -812,7 +812,7 @@ def compare_traffic(forward, step, expected):
 
 
 def check_benchmark(args, group):
-    """Time, peak memory and messages of forward and backward; messages as expected, to the byte."""
+    """Measures time and peak memory of forward and backward, checks messages to the byte."""
     model = parallelize(load_model(args), group, args)
     batch = proof_batch(args, group)
     device = torch.get_device_module(args.device)
@@ -855,7 +855,7 @@ def check_benchmark(args, group):
 # ---- 6. Command line -----------------------------------------------------------------------------
 
 MODES = {"correctness": check_correctness, "learning": check_learning, "benchmark": check_benchmark}
-# Files that do not have weights: a folder of config.json and these gets random ones
+# Names of files without weights; a folder that has no others gets random weights
 NO_WEIGHTS = re.compile(
     r".*config\.json|.*token.*|vocab.*|merges.*|.*template.*|.*\.md|LICENSE.*|\..*"
 )
@@ -887,7 +887,7 @@ def find_model(name):
     if hasattr(config, "quantization_config") or (path / "adapter_config.json").exists():
         raise UsageError(f"{name} is quantized or has an adapter; use plain weights")
     if config.attention_dropout:
-        print("attention_dropout is set to 0: ranks would not draw what one device draws")
+        print("attention_dropout is set to 0, since ranks and one device draw different numbers")
         config.attention_dropout = 0.0
     check_config(config)
     files = [file for file in path.glob("*") if not NO_WEIGHTS.fullmatch(file.name)]
@@ -961,7 +961,7 @@ def start(args):
     if args.backend == "auto":
         args.backend = "nccl" if gpus >= local_world else "gloo"
     if args.backend == "nccl" and gpus < local_world:
-        raise UsageError(f"--backend nccl needs {local_world} GPUs, here are {gpus}; use gloo")
+        raise UsageError(f"--backend nccl needs {local_world} GPUs, not {gpus}; use gloo")
     args.device = torch.device("cpu")
     if gpus and args.backend in ("nccl", "fake"):
         args.device = torch.device("cuda", local_rank)
@@ -1020,7 +1020,7 @@ def main(argv=None):
         return 0 if run(args, start(args)) else 1
     except Exception as problem:
         is_usage = isinstance(problem, UsageError | OSError | ImportError)  # OSError: a full disk
-        if not IS_RANK0:  # torchrun ends all ranks as soon as one exits: let rank 0 print first
+        if not IS_RANK0:  # torchrun ends all ranks when one exits, so rank 0 prints first
             faulthandler.unregister(signal.SIGTERM)  # this rank does not hang
             time.sleep(30 if is_usage else 2)  # 2: rank 0 may be about to say what caused this
         if not is_usage:

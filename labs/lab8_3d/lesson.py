@@ -148,7 +148,7 @@ def reduce_scatter(x, group):
 
 # Copied from sp_megatron.py
 class GatherFromSPRegion(torch.autograd.Function):
-    """The paper's g. Every rank uses every token: a token's gradient is the sum over the ranks."""
+    """The paper's g. Every rank uses every token, so a token's gradient is a sum over ranks."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -267,7 +267,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     """-log softmax(logits)[target] with the vocabulary cut over the ranks (Megatron-LM).
 
     logits (n, v/P): columns [start, start + v/P); target (n): ids of the whole vocabulary. Returns
-    the loss of each token, (n). Three numbers per token are reduced instead of gathering v of them.
+    the loss of each token, (n). The ranks reduce three numbers per token and do not gather v.
     """
 
     @staticmethod
@@ -280,8 +280,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         target_logit = shifted.gather(-1, local_target)[:, 0].masked_fill(not_mine, 0)
         both = torch.stack([target_logit, shifted.exp_().sum(-1)])
         target_logit, sum_exp = all_reduce(both, group)
-        # Save peak and sum_exp apart: rounding one number, peak + log(sum_exp), can change it by
-        # more than a target's whole gradient, softmax - 1
+        # Save peak and sum_exp apart, since rounding a single number, peak + log(sum_exp), can
+        # change it by more than a target's whole gradient, softmax - 1
         ctx.save_for_backward(logits, local_target, not_mine, peak, sum_exp)
         return sum_exp.log() - target_logit
 
