@@ -3,16 +3,16 @@
     python oom_search.py                           # the four scripts, 1 and 2 GPUs, on a laptop
     python oom_search.py --strategy all --nproc 1 2 4 8 --memory-gib 40 --json 40.json
     python oom_search.py --strategy sp --nproc 2 --lo 14000 --hi 40000 --step 512
-    python oom_search.py --strategy sp --at 4096 32768 --optimizer none  # these, not trained
+    python oom_search.py --strategy sp --at 4096 32768 --optimizer none  # two lengths, no training
 
-It runs the other scripts: a step is their own forward and backward, with lab 10's techniques
-to save memory (labs/memory/techniques.py; by default every layer is recomputed, in tiles), then
+It runs the other scripts. A step is their own forward and backward, with lab 10's techniques to
+save memory (labs/memory/techniques.py; by default every layer is recomputed, in tiles), and then
 AdamW's step, one parameter after another, with float32 weights and moments. AdamW is the default
-because most models are trained with it: without its 12 bytes a parameter the answer would be too
+because most models are trained with it, and without its 12 bytes a parameter the answer is too
 long for them. With --optimizer none the report's first line says "no training". The strategy
 "plain" is what people have before they parallelize: Hugging Face's model and loss, on one GPU.
 
-What runs depends on what the machine has, and every result says what it was:
+What runs depends on the machine's GPUs, and every result says which of these it is:
 
   measured    the real job: --nproc ranks on as many GPUs
   emulated    one GPU: the script's --backend fake, one real rank with silent peers; of a
@@ -21,11 +21,11 @@ What runs depends on what the machine has, and every result says what it was:
               whose tensors have a size but no data. Each is counted from allocation to release
               (labs/memory/live_tensors.py), and so is the scratch memory of attention kernels.
 
-Loading comes before the step and has a peak of its own, the full model beside its shards: what
+Loading comes before the step and has a peak of its own, the full model beside its shards, so what
 cannot be loaded does not fit. A prediction leaves out what lies outside PyTorch's allocator (the
-CUDA context, cuBLAS, NCCL's buffers: --gpu subtracts OUTSIDE for them, --memory-gib is for the
-allocator alone), fragmentation (runs on a GPU set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
-against it), and scratch memory of other kernels, some MiB.
+CUDA context, cuBLAS, NCCL's buffers), for which --gpu subtracts OUTSIDE; --memory-gib is the
+allocator's alone. It also leaves out fragmentation (against which runs on a GPU set
+PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True) and some MiB of other kernels' scratch memory.
 """
 
 import argparse
@@ -81,7 +81,7 @@ ALIASES = {"sp": "sp_megatron", "ulysses": "sp_ulysses"}
 COMMON = ("model", "batch", "dtype", "attn", "loss")  # options of every script
 OWN = {"pp": ("schedule", "microbatches"), "sp_ulysses": ("shard_weights",)}
 TILE = 16384  # tokens
-LONGEST = 2**24  # tokens: where the search of a tiny model ends; published are 15 million
+LONGEST = 2**24  # tokens: where the search ends for a tiny model; 15 million are published
 JOURNAL = ".oom_search.jsonl"
 VERSIONS = {"python": sys.version.split()[0], "torch": torch.__version__}
 VERSIONS |= {"transformers": transformers.__version__}
@@ -177,12 +177,12 @@ def run_step(case):
 
 # ---- 2. Processes: new ones for every step, because a full memory leaves traces -------------
 
-LOCK = threading.Lock()  # multiprocessing looks after all processes from whichever thread
+LOCK = threading.Lock()  # any thread that calls multiprocessing looks after all processes
 logging.getLogger("torch.multiprocessing.spawn").setLevel("ERROR")  # of ranks that it ends
 
 
 class NoAnswer(Exception):
-    """A search ends without one: (what its row gets, a verdict and the reason)."""
+    """A search ends without an answer. Its argument is what the row gets: a verdict, a reason."""
 
 
 def rank_life(index, case, results):
@@ -200,12 +200,12 @@ def rank_life(index, case, results):
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     results.put((rank, run_step(case)))
-    if several:  # whoever leaves first may take the connection with it
+    if several:  # a rank that leaves first may end the others' connections
         torch.distributed.barrier()
 
 
 def run_case(case, timeout, stop):
-    """The result of a step in processes of its own: of the rank that needs most.
+    """The result of a step, in processes of its own: that of the rank that needs most memory.
 
     Raises NoAnswer, also where the event `stop` is set. No process stays behind.
     """
@@ -225,7 +225,7 @@ def run_case(case, timeout, stop):
                     failure = problem.msg.strip().splitlines()
             while not results.empty():
                 rank, by_rank[rank] = results.get()
-                if by_rank[rank]["verdict"] == "oom":  # the cause; other ranks may fail of it
+                if by_rank[rank]["verdict"] == "oom":  # the cause; it may make others fail
                     return by_rank[rank]
                 if "error" in by_rank[rank]:
                     raise NoAnswer(by_rank[rank])
@@ -266,7 +266,7 @@ def append(path, case, result):
 
 
 def ranks_to_try(name, world):
-    """Those that may need most: the first, a middle and the last of a pipeline; else one."""
+    """The ranks that may need most: of a pipeline the first, a middle, the last; else one."""
     return sorted({0, world // 2, world - 1}) if name == "pp" else [0]
 
 
@@ -358,7 +358,7 @@ def next_try(tried, most, start, lowest, highest):
         k = a + math.floor((most - peaks[a]) * (b - a) / (peaks[b] - peaks[a]))
         if high is None:
             k = min(k, 32 * low + 1)
-        elif k >= high:  # which ran out of memory, nobody knows by how much
+        elif k >= high:  # it ran out of memory, by an unknown amount
             k = (low + high) // 2
     return min(max(k, low + 1), longest)
 
@@ -437,7 +437,7 @@ def say_progress(row, rows, options):
 
 
 def run_rows(rows, options):
-    """Fill in all rows. Ctrl-C or SIGTERM stops it: then rows have what is known so far."""
+    """Fill in all rows. Ctrl-C or SIGTERM stops it; rows then have what is known so far."""
     known = read_journal(options.journal) if options.journal and not options.fresh else {}
     stop, options.begin = threading.Event(), time.monotonic()
 
@@ -610,7 +610,7 @@ def parse(argv):
     names, what = [*scripts, *ALIASES, "all"], "all: the scripts; plain: Hugging Face's model"
     add("--strategy", nargs="+", choices=names, default=["all"], help=what)
     add("--nproc", nargs="+", type=positive, default=[1, 2], metavar="N", help="ranks (1 2)")
-    add("--at", nargs="+", type=positive, default=[], metavar="N", help="no search, these")
+    add("--at", nargs="+", type=positive, default=[], metavar="N", help="these lengths alone")
     add("--lo", type=positive, metavar="N", help="the least answer; tried first")
     add("--hi", type=positive, metavar="N", default=LONGEST, help=f"the largest ({LONGEST})")
     add("--step", type=positive, default=512, help="lengths are multiples of it (512)")
@@ -711,7 +711,7 @@ def main(argv=None):
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends it as Ctrl-C does
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-        if len(tempfile.gettempdir()) > 70:  # forkserver's socket is there, of a short name
+        if len(tempfile.gettempdir()) > 70:  # forkserver's socket is there and needs a short name
             tempfile.tempdir = "/tmp"
         multiprocessing.set_forkserver_preload(PRELOAD)
         cells = itertools.product(options.strategies, options.nproc)

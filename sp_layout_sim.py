@@ -67,7 +67,7 @@ def placements(layout):
 # Weights are (in, out): column parallel is a shard of out, row parallel a shard of in.
 WEIGHTS = {"norm": REPLICATE, "up": SHARD_1, "up bias": SHARD_0, "down": SHARD_0}
 WEIGHTS["down bias"] = REPLICATE
-KEPT = ["x", "norm", "up", "silu", "mask"]  # of the forward all that the backward gets
+KEPT = ["x", "norm", "up", "silu", "mask"]  # all that the backward gets from the forward
 
 
 def place(full, placement, P):
@@ -87,7 +87,7 @@ class Ranks:
         self.placements = table
         self.phase = "forward"
         self.counts = {}  # {(phase, collective): [calls, bytes of all ranks]}
-        self.moves = {}  # {(step, next step): what is sent between them}: move(), or break_it()
+        self.moves = {}  # {(step, next step): the collective}, entered by move() or break_it()
 
     def exchange(self, pieces, collective, calls=1):
         """pieces[r][to] goes from rank r to rank `to`. Returns received[to][r]."""
@@ -174,7 +174,7 @@ def dropout(x, mask):
 
 
 def each(function, *lists):
-    """function of each rank's arrays. Where it returns several, several lists."""
+    """A list of function(a rank's arrays); several lists, where it returns several results."""
     results = [function(*arrays) for arrays in zip(*lists)]
     return tuple(map(list, zip(*results))) if isinstance(results[0], tuple) else results
 
@@ -206,7 +206,7 @@ def backward(dy, kept, W, ranks):
     g["silu"], dW["down"] = each(matmul_backward, g["down"], kept["silu"], W["down"])
     g["up"] = each(silu_backward, g["silu"], kept["up"])
     dW["up bias"] = [dx.sum((0, 1)) for dx in g["up"]]
-    entered = ranks.move(kept["norm"], "norm", "enter")  # sp kept own tokens: gathered again
+    entered = ranks.move(kept["norm"], "norm", "enter")  # sp kept own tokens, so gathers again
     g["enter"], dW["up"] = each(matmul_backward, g["up"], entered, W["up"])
     g["norm"] = ranks.move(g["enter"], "enter", "norm", gradient=True)
     dx, dW["norm"] = each(layer_norm_backward, g["norm"], kept["x"], W["norm"])
@@ -285,7 +285,7 @@ def error(arrays, full, placement):
 
 
 def compare(run, one):
-    """{name: error against one device}, in the order of computation: the culprit first."""
+    """{name: error against one device}, in the order of computation; the culprit is first."""
     table = run.ranks.placements
     found = {step: error(run.v[step], one.v[step][0], table[step][0]) for step in table}
     for step in reversed(table):
