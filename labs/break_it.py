@@ -1,15 +1,15 @@
-"""What people really get wrong in parallel training code: 34 bugs, each to be seen caught.
+"""What people really get wrong in parallel training: 34 bugs to plant and watch being caught.
 
-    python labs/break_it.py --list        # the bugs of each script, which nets of lab 15 see them
+    python labs/break_it.py --list        # each script's bugs, and which nets of lab 15 see them
     torchrun --nproc_per_node=2 labs/break_it.py sp_megatron.py unsummed_norm_gradient
     torchrun --nproc_per_node=2 labs/break_it.py pp.py mean_of_means --schedule zb --dtype float64
     torchrun --nproc_per_node=2 labs/break_it.py sp_megatron.py unsummed_norm_gradient --where
-    python labs/break_it.py --where my_tp.py        # of a copy of tp.py in which you made a mistake
+    python labs/break_it.py --where my_tp.py        # for a copy of tp.py with a mistake of yours
 
-A bug is a function of the script's module: it puts something wrong in the place of something right.
-Then the script runs with its own options, and exits with 1 where it notices. Correctness mode, the
+A bug is a function that replaces something right in the script's module with something wrong. Then
+the script runs with its own options, and exits with 1 if it notices the bug. Correctness mode, the
 default, must notice every bug and name first what is wrong, above torchrun's report; benchmark mode
-looks at times and bytes alone. A bug that these options make none is refused (exit 2).
+looks at times and bytes alone. A bug that changes nothing with these options is refused (exit 2).
 
 --where adds, after FAIL, the first line at which the ranks part from one device (walk/where.py).
 """
@@ -31,7 +31,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 BUGS = {"tp": {}, "sp_megatron": {}, "sp_ulysses": {}, "pp": {}}  # {script: {name: bug}}
 NETS = Path(__file__).parent / "lab15_types/nets.json"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for labs.walk, which --where runs
-QWEN3 = "unsummed_qk_norm_gradient", "local_layer_types"  # of what no LLaMA has
+QWEN3 = "unsummed_qk_norm_gradient", "local_layer_types"  # bugs of what no LLaMA has
 
 
 def bug_of(*scripts):
@@ -60,7 +60,7 @@ def instead_of(owner):
 
 @bug_of("tp")
 def missing_backward_all_reduce(script):
-    """f's backward passes each rank's own dx on: all below lacks the other ranks' summands."""
+    """f's backward returns the rank's own dx, so gradients below lack the other ranks' parts."""
 
     @instead_of(script.CopyToTPRegion)
     def backward(right, ctx, grad):
@@ -69,7 +69,7 @@ def missing_backward_all_reduce(script):
 
 @bug_of("sp_megatron")
 def missing_backward_reduction(script):
-    """g's backward only cuts dx by tokens: all below lacks the other ranks' summands."""
+    """g's backward only cuts dx by tokens, so gradients below lack the other ranks' parts."""
 
     @instead_of(script.GatherFromSPRegion)
     def backward(right, ctx, grad):  # (b, s, h) -> (b, s/P, h)
@@ -78,7 +78,7 @@ def missing_backward_reduction(script):
 
 @bug_of("tp", "sp_megatron")
 def missing_forward_reduction(script):
-    """What leaves a block is not summed: each rank goes on with its own partial sum."""
+    """What leaves a block is not summed, so each rank goes on with its own partial sum."""
     tp = script.STRATEGY == "tp"
 
     @instead_of(script.ReduceFromTPRegion if tp else script.ReduceScatterToSPRegion)
@@ -89,7 +89,7 @@ def missing_forward_reduction(script):
 
 @bug_of("tp")
 def all_reduce_both_ways(script):
-    """g all-reduces in the backward, too: gradients grow by a factor of P at every block."""
+    """g all-reduces in the backward, too, so gradients grow by a factor of P at every block."""
 
     @instead_of(script.ReduceFromTPRegion)
     def forward(right, ctx, x, group):
@@ -115,7 +115,7 @@ def wrong_shard(script):
 
 @bug_of("tp")
 def unmasked_embedding(script):
-    """A token whose row is on another rank is not masked: this rank adds a row of its own."""
+    """A token whose row is on another rank is not masked, so this rank adds a row of its own."""
 
     @instead_of(script.VocabParallelEmbedding)
     def forward(right, self, ids):
@@ -133,7 +133,7 @@ def local_softmax(script):
 
 
 def leave_unsummed(script, *words):
-    """Parameters with one of the words in their name keep the gradient that their rank has."""
+    """Parameters with one of the words in their names keep their own rank's gradient."""
 
     @instead_of(script)
     def parallelize(right, model, group, args):
@@ -167,7 +167,7 @@ def missing_gradient_sum(script):
 
 @bug_of("sp_megatron", "sp_ulysses")
 def local_position_ids(script):
-    """Each rank counts the positions of its own tokens from 0: their rotary embedding is wrong."""
+    """Each rank counts its own tokens' positions from 0, so their rotary embedding is wrong."""
 
     @instead_of(script)
     def parallelize(right, model, group, args):
@@ -182,7 +182,7 @@ def local_position_ids(script):
 
 @bug_of("sp_megatron", "sp_ulysses")
 def shift_after_split(script):
-    """Labels are shifted after they are split: each rank's last token has no target."""
+    """Labels are shifted after they are split, so each rank's last token has no target."""
 
     @instead_of(script)
     def mean_loss(right, model, hidden, labels, group, args):
@@ -193,7 +193,7 @@ def shift_after_split(script):
 
 @bug_of("sp_ulysses")
 def no_op_ulysses(script):
-    """The model keeps its stock attention: a token attends to those on its own rank only."""
+    """The model keeps its stock attention, so a token attends only to tokens of its own rank."""
 
     @instead_of(script)
     def parallelize(right, model, group, args):
@@ -216,7 +216,7 @@ def wrong_head_order(script):
 
 @bug_of("pp")
 def unscaled_loss(script):
-    """Each microbatch's loss is its own mean, and these are summed: about M times too large."""
+    """Each microbatch's loss is its own mean, and their sum is about M times too large."""
 
     @instead_of(script)
     def microbatch_loss(right, model, hidden, targets, count, args):
@@ -253,7 +253,7 @@ def untied_gradient(script):
 
 @bug_of("pp")
 def dropped_boundary_gradient(script):
-    """The gradient that the second stage sends to the first is lost: zeros arrive."""
+    """The gradient that the second stage sends to the first is lost, and zeros arrive."""
 
     @instead_of(script.Pipeline)
     def backward(right, self, action, received):
@@ -295,7 +295,7 @@ def local_layer_types(script):
 
 @bug_of("tp", "sp_megatron", "sp_ulysses")
 def loss_by_local_count(script):
-    """Each rank divides the loss by how many targets are its own, not by how many there are."""
+    """Each rank divides the loss by the number of its own targets, not of all targets."""
 
     def own(targets, group, args):  # of its vocabulary; where tokens are split, of its tokens
         if script.STRATEGY == "tp":
@@ -344,23 +344,23 @@ def pointless(name, script, args, world):
     if world == 1:
         return "needs 2 ranks: start it with torchrun --nproc_per_node=2"
     if options.get("shard_weights") and name == "missing_gradient_sum":
-        return "is none with --shard-weights: PyTorch's fully_shard sums the gradients"
+        return "is no bug with --shard-weights: PyTorch's fully_shard sums the gradients"
     if options.get("dtensor") and name not in ("loss_by_local_count", "no_op_parallelize"):
         return "is a bug of our own code, which --dtensor does not run"
     if name in ("unscaled_loss", "mean_of_means", "overwritten_gradients") and M == 1:
-        return "needs 2 microbatches: with one it is right"
+        return "needs 2 microbatches, because with one it is right"
     if name == "mean_of_means":
         _, labels = script.proof_batch(args, SimpleNamespace(size=lambda: world))
         counts = {int((part[:, 1:] != script.IGNORE).sum()) for part in labels.tensor_split(M)}
         if len(counts) == 1:
             enough = f"--batch {max(3, args.batch)} --microbatches {max(3, args.batch)}"
-            return f"is none where all {M} microbatches have as many targets: use {enough}"
+            return f"is no bug if {M} microbatches have equally many targets: use {enough}"
     if name in QWEN3 and args.config.model_type != "qwen3":
-        return f"is none in a {args.config.model_type}: use --model tiny, which becomes a Qwen3"
+        return f"is no bug in a {args.config.model_type}: use --model tiny, which becomes a Qwen3"
     if name == "swapped_labels" and args.batch == 1:
         return "needs 2 sequences: use --batch 2"
     if name == "untied_gradient" and not args.config.tie_word_embeddings:
-        return f"is none where embeddings are not tied, as in {args.model}: use --model tiny"
+        return f"is no bug where embeddings are not tied, as in {args.model}: use --model tiny"
 
 
 def load(path):
@@ -372,7 +372,7 @@ def load(path):
 
 
 def plant(name, script):
-    """Change the script's module; once its arguments are final it says so, or refuses."""
+    """Change the script's module. Once its arguments are final it names the bug, or refuses it."""
     bug = BUGS[script.STRATEGY][name]
 
     @instead_of(script)
@@ -431,7 +431,7 @@ def main():
     if is_rank0:
         print(f"error: {problem}", file=sys.stderr)
     else:
-        time.sleep(30)  # torchrun ends all ranks as soon as one goes: let rank 0 speak first
+        time.sleep(30)  # torchrun ends all ranks when one goes, so rank 0 prints first
     return 2
 
 

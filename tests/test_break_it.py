@@ -65,11 +65,11 @@ CAUGHT_TOO = [
 SAME = ["mean_of_means", "--batch", "6", "--microbatches", "2"]
 NONE = [  # and what is said of it
     *((["tp.py", bug, "--dtensor"], "is a bug of our own code") for bug in TP[:7]),
-    (["pp.py", "local_layer_types", "--model", "even"], "is none in a llama: use --model tiny"),
+    (["pp.py", "local_layer_types", "--model", "even"], "is no bug in a llama: use --model tiny"),
     *((["pp.py", bug, "--microbatches", "1"], "needs 2 micro") for bug in PP[:3]),
-    (["pp.py", *SAME], "is none where all 2 microbatches have as many targets: use --batch 6 --"),
+    (["pp.py", *SAME], "is no bug if 2 microbatches have equally many targets: use --batch 6 --"),
     (["pp.py", "swapped_labels", "--batch", "1"], "needs 2 sequences"),
-    (["pp.py", "untied_gradient", "--model", "own_kv"], "is none where embeddings are not"),
+    (["pp.py", "untied_gradient", "--model", "own_kv"], "is no bug where embeddings are not"),
 ]
 
 
