@@ -216,7 +216,7 @@ def wrong_head_order(script):
 
 @bug_of("pp")
 def unscaled_loss(script):
-    """Each microbatch's loss is its own mean, and their sum is about M times too large."""
+    """Each microbatch's loss is its own mean, and these are summed: about M times too large."""
 
     @instead_of(script)
     def microbatch_loss(right, model, hidden, targets, count, args):
@@ -253,7 +253,7 @@ def untied_gradient(script):
 
 @bug_of("pp")
 def dropped_boundary_gradient(script):
-    """The gradient that the second stage sends to the first is lost, and zeros arrive."""
+    """The gradient that the second stage sends to the first is lost, so zeros arrive."""
 
     @instead_of(script.Pipeline)
     def backward(right, self, action, received):

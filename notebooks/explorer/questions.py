@@ -7,6 +7,7 @@ the scripts change, either the answer does too, or this stops.
 import base64
 import gzip
 import json
+import re
 import tomllib
 from pathlib import Path
 
@@ -308,7 +309,7 @@ def of_time(time, memory, texts):
 
 def does(says):
     """What a bug does, without what comes of it, which a question asks for."""
-    return says.partition(":")[0].removesuffix(".")
+    return re.split(":|, so ", says)[0].removesuffix(".")
 
 
 def percent(x):
