@@ -1,18 +1,18 @@
 """Exercises of the labs: hands them out, and grades what comes back.
 
-A lab is one finished file. Where it says `# exercise: NAME` ... `# end exercise` stands what you
-could have written yourself, under a docstring that says what to build:
+A lab is one finished file. Between `# exercise: NAME` and `# end exercise` stands what you could
+have written yourself; the docstring above it says what to build:
 
     python labs/grade.py list                # the labs and their exercises
-    python labs/grade.py start lab1          # my_labs/lab1_collectives.py: those places empty
+    python labs/grade.py start lab1          # to my_labs/lab1_collectives.py, exercises emptied
     python labs/grade.py lab1                # grade what you wrote there
     python labs/grade.py lab1 --only all_to_all
     python labs/grade.py lab1 --seed 7       # the same inputs again; else they are new each time
-    python labs/grade.py lab1 --file submissions --json grades.json    # a class: a row each
+    python labs/grade.py lab1 --file submissions --json grades.json    # a class: one row per file
 
-Each exercise is graded for itself: your answer to it in a file where all the others are finished,
-on as many ranks of this machine as the check asks for, by check.py in the lab's folder. So one
-wrong answer, or one that never ends, hides no other. Exit status: 0 all pass, 1 not yet, 2 unusable
+Each exercise is graded by itself. check.py in the lab's folder runs your answer in a file where
+all other exercises are finished, on as many ranks of this machine as it asks for. So a wrong
+answer, or one that never ends, hides no other. Exit status: 0 all pass, 1 not yet, 2 unusable
 arguments.
 """
 
@@ -41,7 +41,7 @@ RESTORE = "restore the markers, or start anew"
 def regions(text):
     """[(exercise, indentation, first line, end)] of a lab's text: lines [first, end), from 0.
 
-    Raises Wrong where a marker lacks the other one.
+    Raises Wrong where a start or end marker stands alone.
     """
     found, name = [], None
     for i, line in enumerate(text.split("\n")):

@@ -15,10 +15,10 @@ PARTS = "parameters", "gradients", "optimizer", "gathered", "activations"
 
 
 class AliveParts(TorchDispatchMode):
-    """The bytes of all tensors after each operation, and what they are where there are most.
+    """The bytes of all tensors after each operation, and at the peak what they are.
 
     known: {part: tensors} that exist before; others that exist before do not count. "gathered" is
-    what an all-gather writes to, "activations" all the rest.
+    what an all-gather writes to, and "activations" is all the rest.
     """
 
     def __init__(self, known):
@@ -55,7 +55,7 @@ class AliveParts(TorchDispatchMode):
         return out
 
     def sample(self):
-        """Add to the curve what is alive; keep the parts where it is most."""
+        """Add to the curve what is alive; keep the parts at the peak."""
         alive = {key: there() for key, there in self.refs.items()}
         sizes = Counter()
         for key, storage in alive.items():

@@ -17,20 +17,20 @@ CALL = r"CollectiveFingerPrint\(.*?OpType=_?(\w+)(?:, TensorShape=(\[.*?\]))?.*?
 WORLD = r"get_(rank|world_size)\(\)|dist\.group\.WORLD"
 HINTS = {  # {a part of what is said: the cause}
     "in the default group": "pass group=group: without it torch takes all ranks of the job",
-    "not part of group": "group_src, group_dst, group_peer count in the group, round with % P",
-    "ProcessGroupGloo::": "all_gather fills P times what a rank brings, reduce_scatter a P-th",
-    "non-empty list of Tensors": "there may be none: then there is nothing to do",
-    "has to be contiguous": "x.contiguous() is what can be sent, and received into",
+    "not part of group": "group_src, group_dst, group_peer count in the group; take them % P",
+    "ProcessGroupGloo::": "all_gather fills P times a rank's input, reduce_scatter 1/P of it",
+    "non-empty list of Tensors": "there may be no tensor, and then nothing to do",
+    "has to be contiguous": "send and receive into contiguous tensors: x.contiguous()",
     "Pair is not connected": "sent to itself? group_src, group_dst, group_peer count in the group",
-    "Wait timeout": "a rank that the group does not have? they count from 0 and go round with % P",
-    "gloo/transport": "all wait, or one died: start both (isend, irecv), then wait for both",
+    "Wait timeout": "a rank that the group does not have? its ranks are 0 to P - 1, so take % P",
+    "gloo/transport": "all wait, or one died; start both (isend, irecv), then wait for both",
     "has no attribute 'wait'": "only async_op=True returns a handle",
-    "between instances of 'str'": "what a file has is text: int() or float() of it",
-    "a gradient different than None": "None where ctx.needs_input_grad is False",
-    "incorrect number of gradients": "one for each argument of forward, None for what has none",
+    "between instances of 'str'": "a file has text: turn it into a number by int() or float()",
+    "a gradient different than None": "return None where ctx.needs_input_grad is False",
+    "incorrect number of gradients": "one for each argument of forward; None for one that has none",
     "SIGKILL": "out of memory?",
-    "SIGSEGV": "a rank that the group does not have? they count from 0 and go round with % P",
-    "SIGABRT": "calls differ: another one, fewer, other sizes or dtypes sent than a buffer takes",
+    "SIGSEGV": "a rank that the group does not have? its ranks are 0 to P - 1, so take % P",
+    "SIGABRT": "calls differ: in kind, in number, or in sizes or dtypes sent and received",
 }
 
 
@@ -40,7 +40,7 @@ def hint_at(text):
 
 
 def default_group_refused():
-    """A context in which no message goes without a group; asking for a rank or a size does."""
+    """A context in which no message goes without a group; to ask for rank or size is allowed."""
     default = dist.distributed_c10d._get_default_group
 
     def refusing():
@@ -60,7 +60,7 @@ def in_short(wrong, file, apart):
     """(what was found, a hint) of a Wrong; apart: the file must not ask the default group."""
     found = re.sub(CALL, r"\1 \2", wrong.found).partition(".Collectives differ")[0]
     asked = re.search(WORLD, re.sub("#.*", "", read_code(file)[0])) if apart else None
-    world = f"{asked[0]} is of the whole job: group, group.rank(), group.size()" if asked else ""
+    world = f"{asked[0]} is the job's: use group, group.rank(), group.size()" if asked else ""
     return found, "; ".join(filter(None, (world, wrong.hint)))
 
 

@@ -1,6 +1,6 @@
 """The command line that run.py and grade.py share.
 
-Bad input is one line, code is read as Python reads it, files are written whole.
+Bad input ends in one line, code is read as Python reads it, files are written whole.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def check_platform():
 
 
 def shorten_tempdir():
-    """Use /tmp where TMPDIR is too long for sockets. Raises UsageError where no file can be."""
+    """Use /tmp where TMPDIR is too long for sockets. UsageError, if no file can be written."""
     try:
         if len(os.fsencode(tempfile.gettempdir())) > TMPDIR:
             tempfile.tempdir = "/tmp"
@@ -84,7 +84,7 @@ def escape_output():
 
 
 def please_any_reader():
-    """escape_output(); and let one that leaves early (`| head`) end this program, no traceback."""
+    """escape_output(); and end without a traceback where a reader leaves early (`| head`)."""
     escape_output()
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -126,7 +126,7 @@ def check_writable(path):
 
 
 def atomic_write(path, write):
-    """Have write(another path) make the file, then rename it to path: whole or not at all."""
+    """Have write(another path) make the file, then rename it to path, so that it is whole."""
     draft = draft_of(path)
     try:
         write(draft)

@@ -17,13 +17,13 @@ def close(what, mine, right, hints=None, otherwise="", tolerance=1e-10):
 
 
 def expect_same(names, given, before):
-    """Raise Wrong where arguments are not as their copies from before the call."""
+    """Raise Wrong where arguments differ from their copies, made before the call."""
     same = all(map(torch.equal, given, before))
     expect(same, f"{names} is overwritten", "the caller's tensors stay as they are: make new ones")
 
 
 def tried(what, hint, function, *args, **kwargs):
-    """What a function returns; Wrong where it raises, with a hint and that of a known error."""
+    """What a function returns. If it raises, Wrong, with the hint and that of a known error."""
     try:
         return function(*args, **kwargs)
     except Wrong:
@@ -37,7 +37,7 @@ def tried(what, hint, function, *args, **kwargs):
 
 
 def raised(function, *args, kind=ValueError):
-    """The message of the error of that kind that a call raises, or None; Wrong for any other."""
+    """The message of a call's error, if that is of the kind; None without one; else Wrong."""
     try:
         function(*args)
     except kind as problem:
@@ -75,7 +75,7 @@ def draw_float64(seed):
 
 @contextmanager
 def unchanged(**given):
-    """Raises Wrong on leaving where one of these tensors, or lists of them, has been changed."""
+    """Raises Wrong at its end if one of these tensors, or lists of tensors, was changed."""
     before = tree_map(lambda x: x.detach().clone(), given)
     yield
     for name, value in given.items():

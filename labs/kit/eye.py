@@ -11,7 +11,7 @@ class Most(int):
 
 
 class Calls(Most):
-    """A number of messages: 4 are right, too, or twice as many as ours; one for each row is not."""
+    """A number of messages: up to 4 are right, too, or up to twice as many as ours."""
 
 
 class Eye:

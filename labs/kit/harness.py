@@ -151,7 +151,7 @@ def answer(pipe, group):
         args = [load(arg) if isinstance(arg, Path) else arg for arg in args]
         return True, function(group, *args)
     except BaseException as problem:  # whatever a learner's code may raise
-        errors = problem, problem.__context__  # a check may have made its own of a learner's
+        errors = problem, problem.__context__  # a check may have turned a learner's into its own
         frames = [f for e in errors for f in traceback.extract_tb(e and e.__traceback__)]
         own = blame.own_line([(frame.filename, frame.lineno) for frame in frames], file, exercise)
         if isinstance(problem, NotImplementedError):
@@ -165,11 +165,11 @@ def answer(pipe, group):
 def on_ranks(world, function, *args, timeout=60, apart=False, exercise=None):
     """[function(group, *args) of each rank], run by `world` processes of this machine, over gloo.
 
-    Raises Wrong: that of a rank, or one naming the ranks still busy after `timeout` seconds, each
-    with the line of the lab's file that it was in, first of all one of the exercise.
-    apart: the group is ranks 1 to `world` of one more, and no message may go without a group.
+    Raises Wrong: a rank's own, or one that names the ranks still busy after `timeout` seconds, and
+    for each the line of the lab's file that it was in, if possible one of the exercise.
+    apart: there is one more rank, and the group is ranks 1 to `world`; messages have to name it.
     function stands in a module, args and results can be pickled; a lab's module may be among args.
-    Each call has processes of its own: whatever a task leaves behind reaches no other task.
+    Each call has processes of its own, so what a task leaves behind reaches no other task.
     """
     context = multiprocessing.get_context("forkserver")
     models = [name for name in sys.modules if name.startswith(MODEL) and ".modeling_" in name]
@@ -188,7 +188,7 @@ def on_ranks(world, function, *args, timeout=60, apart=False, exercise=None):
                 there.close()
                 processes.append(process)
                 pipes.append(here)
-            for pipe in pipes[apart:]:  # rank 0 of a job with one more only has to be there
+            for pipe in pipes[apart:]:  # if apart, rank 0 only has to be there
                 pipe.send((function, args, file, exercise))
             return collect(processes[apart:], pipes[apart:], timeout, (folder, file, exercise))
         finally:
@@ -216,7 +216,7 @@ def collect(processes, pipes, timeout, where):
     for problem in results:
         if isinstance(problem, UsageError):  # no group
             raise problem
-    if wrong:  # a death first: the others' errors come of it
+    if wrong:  # a death first, since it causes the others' errors
         rank = min(wrong, key=lambda rank: rank not in died)
         raise Wrong(f"rank {rank}: {wrong[rank].found}", wrong[rank].hint)
     if busy:
@@ -224,7 +224,7 @@ def collect(processes, pipes, timeout, where):
             os.kill(processes[rank].pid, signal.SIGUSR1)
         time.sleep(0.2)  # till they have written their stacks
         lines = {rank: blame.last_line(*where, rank) for rank in busy.values()}
-        said = [f"rank {rank} {line or 'behind your code: '}" for rank, line in lines.items()]
+        said = [f"rank {rank} {line or 'after your code: '}" for rank, line in lines.items()]
         hint = "a send without its recv, a collective that some rank skips, or a loop without end"
         raise Wrong(f"{''.join(said)}no answer from ranks {[*busy.values()]} in {timeout} s", hint)
     return results

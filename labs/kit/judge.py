@@ -14,15 +14,15 @@ How a lab's check.py is written:
 A case is (title, what is called, right). What is called is ("function", {name: argument}, "names,
 of, results", ...), as Eye.call() takes them; or see(lab, eye), a function that calls what it wants
 and has the eye note what it sees: eye.call(...), eye.note("the sum", y). The finished lab is seen
-first, in the same way, then the learner's. All that was noted has to be the same, and what `right`
-names has to be that. So bytes, dtypes, arguments that are overwritten and messages that nobody
-waits for need no line of a check. A case draws the same each time. GROUPS, [[1, 3], [0, 2, 3]]: the
-cases run in these groups of the ranks. What a rank cannot see so (the order of starts and waits,
-bytes that are alive, a killed process, a disk) a probe has to see (labs/kit/link.py, alive.py), and
-see() notes what it says.
+first, then the learner's, in the same way. All that was noted has to be the same in both, and what
+`right` names has to have the values given there. So bytes, dtypes, arguments that are overwritten
+and messages that nobody waits for need no line of a check. A case draws the same numbers each time.
+With GROUPS, such as [[1, 3], [0, 2, 3]], the cases run in these groups of the ranks. Some things a
+rank cannot see (the order of starts and waits, bytes alive, a killed process, a disk). A probe has
+to see them (labs/kit/link.py, alive.py), and see() notes what it says.
 
 mistakes.txt beside check.py has the wrong answers, as labs/kit/mistakes.py explains. The grader
-tries them to find the hint, the tests try them to see each caught with its hint. Add to both: a
+tries them to find the hint, and the tests try them to see each caught with its hint. Add to both: a
 case for each edge (a rank that has nothing, another dtype, more dimensions, a second call), and the
 mistake that only this case sees.
 """
@@ -55,7 +55,7 @@ GENERAL = {  # hints by the end of a name, where no mistake has one
 
 
 def gathered(group, value):
-    """[a value of each rank]; this is no traffic of the learner's."""
+    """[a value of each rank]; this does not count as the learner's traffic."""
     values = [value] * group.size()
     if group.size() > 1:
         with _disable_current_modes():
@@ -64,7 +64,7 @@ def gathered(group, value):
 
 
 def looked(see, lab, group, right):
-    """What is seen of a lab: {name: value}. On several ranks errors are raised: others may wait."""
+    """What is seen of a lab: {name: value}. On several ranks it raises errors: others may wait."""
     eye = Eye(lambda flag: all(gathered(group, flag)), right)
     try:
         if isinstance(see, tuple):
@@ -93,10 +93,10 @@ def first_wrong(seen, right, tolerance):
 
 
 def usual_hint(again, finished, exercise, mistakes, mine, name, control, tolerance):
-    """The hint of the mistake with which all ranks see what they see of the learner's; or None.
+    """The hint of the mistake that looks as the learner's answer does, on all ranks; or None.
 
-    again(group): the case, with (what is called, expected). Best is a mistake with which all is the
-    same, else one with which `name` is: what is wrong first on this rank, None where nothing is.
+    again(group) gives the case anew: (what is called, expected). Best is a mistake with which all
+    is the same, else one with which `name` is: the first that is wrong on this rank, or None.
     """
     near = None
     for mistake in mistakes:
@@ -115,7 +115,7 @@ def usual_hint(again, finished, exercise, mistakes, mine, name, control, toleran
 
 
 def judge(exercise, cases, finished, listed, tolerance, lab, group, seed, control=None):
-    """Raise Wrong where a case is seen otherwise than it should be; returns a line to report.
+    """Raise Wrong where what is seen of a case is not right; returns a line to report.
 
     listed: ([Mistake], {name: hint}). control: a group of the same ranks, for the judge's own
     messages.
@@ -162,7 +162,7 @@ def judge(exercise, cases, finished, listed, tolerance, lab, group, seed, contro
 
 
 def largest_error(mine, right):
-    """The largest relative error of all floating-point tensors, what is infinite left out."""
+    """The largest relative error of all floating-point tensors, without what is infinite."""
     found = [0.0]
     for name, value in mine.items():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -174,7 +174,7 @@ def largest_error(mine, right):
 def on_groups(check, groups, lab, group, seed):
     """A check in each of some groups of the ranks; returns the last line to report."""
     made = []
-    for ranks in groups:  # torch names a group by how many groups its ranks have: all get two
+    for ranks in groups:  # torch names a group by how many groups its ranks have, so all get two
         own = ranks if group.rank() in ranks else [group.rank()]
         made.append((group.rank() in ranks, subgroup(group, ranks=own), subgroup(group, ranks=own)))
     with default_group_refused():

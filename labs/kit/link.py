@@ -19,8 +19,8 @@ class Link(TorchDispatchMode):
     """A slow wire beside the processor, and a log of what happens when (times in seconds).
 
     Inside it dist's collectives run on a thread of their own, one after the other, while the caller
-    goes on. Each takes seconds_per_byte for each of its bytes on the wire, after delay(), if any;
-    only then does it read and write its tensors. What it will receive into is NaN until then.
+    goes on. Each first calls delay(), if given, and takes seconds_per_byte for each of its bytes on
+    the wire; then it reads and writes its tensors. What it receives into is NaN until then.
 
     mode "overlapped"; "blocking": a start waits at once, as with async_op=False; "unwaited": wait()
     does not. gemms {elements of the output: name}. After it:

@@ -1,4 +1,4 @@
-"""Hugging Face's models with random weights in float64, and how near to them is exact."""
+"""Hugging Face's models with random weights in float64, and what counts as equal to them."""
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -12,8 +12,8 @@ class Float64(TorchFunctionMode):
     """Inside, what asks for float32 gets float64: for the proof only.
 
     Hugging Face computes norms, the router's softmax and its balance loss in float32, whatever the
-    model's dtype. That would be off by 1e-7 on either side, and in another way on each. Whole
-    numbers divided give float64, too.
+    model's dtype. That is off by 1e-7 on either side, and on each in another way. Inside, a
+    division of whole numbers gives float64, too.
     """
 
     def __enter__(self):
@@ -44,7 +44,7 @@ def random_model(causal, config, seed):
 
 
 def expect_exact(what, errors, most=EXACT):
-    """Raise Wrong unless all errors {name: error} are at most `most`; the largest."""
+    """Raise Wrong unless all errors {name: error} are at most `most`; returns the largest."""
     for name, error in errors.items():
         expect(error <= most, f"{what}: {name} is off by {error:.1e} (at most {most:.0e})")
     return max(errors.values())

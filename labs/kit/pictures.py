@@ -46,7 +46,7 @@ def picture(path, mosaic, size, **options):
 def draw_matrix(axis, x, y, height, width, ranks, dim):
     """A matrix with its top left corner at (x, y), in the colours of the ranks that hold it.
 
-    dim: 0, its rows are cut over the ranks, 1, its columns; None: grey, each rank holds all of it.
+    dim 0: its rows are cut over the ranks; 1: its columns are; None: grey, each rank holds all.
     """
     from matplotlib.patches import Rectangle
 

@@ -1,6 +1,6 @@
 """A lab's own run: `python labs/lab1_collectives/lesson.py`, or the copy of it in my_labs/.
 
-Every exercise's check, on as many ranks as it asks for; if all hold, the lab's experiments.
+Runs every exercise's check, on as many ranks as it asks for, and if all hold the experiments.
 --predict N answers the question that the run ends with, --plot draws what was measured, --json
 writes it, --inject-bug NAME puts one of the lab's bugs in, which a check has to catch.
 """
@@ -111,7 +111,7 @@ def run_lab(file, argv=None):
 def main(file):
     """What a lab's file calls; returns the exit status.
 
-    Where torchrun has started several ranks, rank 0 alone reads the command line: the others call
+    Where torchrun has started several ranks, rank 0 alone reads the command line; the others call
     follow(lab) of the lab's show.py, if there is one (lab 8).
     """
     cli.please_any_reader()

@@ -66,7 +66,7 @@ def appears(path, seconds):
 
 @contextmanager
 def noted_waits():
-    """A list to which every work.wait(), or the future of it, adds its work."""
+    """A list to which every call of work.wait() or work.get_future() adds its work."""
     waits = []
 
     def noting(method):
@@ -91,7 +91,7 @@ def storage_of(tensor):
 class Kept(torch.autograd.graph.saved_tensors_hooks):
     """Counts the bytes that autograd keeps for the backward of what runs inside, each storage once.
 
-    Those of parameters are there anyway and not counted. Of a DTensor what this rank holds counts.
+    Parameters exist anyway, and do not count. Of a DTensor only what this rank holds counts.
     storages {address: bytes}
     """
 
@@ -121,9 +121,9 @@ class Kept(torch.autograd.graph.saved_tensors_hooks):
 
 
 def expect_traffic(when, traffic, most, hint=""):
-    """Raise Wrong unless each collective moves at most most[op] bytes; those not named none.
+    """Raise Wrong unless each collective moves at most most[op] bytes; an unnamed one moves none.
 
-    most None: any will do.
+    most None: any number is right.
     """
     for op, (calls, sent) in (traffic.ops if most is not None else {}).items():
         allowed = most.get(op, 0)
@@ -185,8 +185,8 @@ PRODUCTS = "mm", "bmm", "addmm", "baddbmm", "mkldnn_linear", "mv", "dot"
 
 
 class Products(TorchDispatchMode):
-    """Notes the dtypes of matrix products while inside, and of each product its name, and of each
-    operand the shape, strides and address modulo 64, by which a kernel may choose its order."""
+    """While inside, notes the dtypes of matrix products, and of each product the name and each
+    operand's shape, strides and address modulo 64: by these a kernel may choose its order."""
 
     def __init__(self):
         super().__init__()

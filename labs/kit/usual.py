@@ -1,8 +1,8 @@
 """What labs 7 to 17 share: hints by usual mistakes, memory that is alive.
 
-A usual mistake is a part of a finished function's text, and what stands there instead: what that
-gives is compared with what the learner's gives. Who changes a finished exercise changes its
-mistakes with it: mistaken() refuses a part that is not there.
+A usual mistake is a part of a finished function's text, and what stands there instead. The result
+with the mistake is compared with the learner's. Who changes a finished exercise has to change its
+mistakes, too, because mistaken() refuses a part that is not there.
 """
 
 import time
@@ -27,8 +27,8 @@ def alike(mine, other, tolerance=1e-9):
 def section(mistakes, function):
     """The lines that a text of mistakes has on a function.
 
-    As in tests/answers/, below "== name" of it: "ours -> theirs  # hint", a part of the finished
-    function and what usually stands there instead. Last a line with the hint for all others.
+    As in tests/answers/ they stand below "== name". Each is "ours -> theirs  # hint": a part of
+    the finished function and what usually stands there. The last line is the hint for all others.
     """
     lines = mistakes.partition(f"\n== {function.__name__}\n")[2].partition("\n== ")[0]
     return lines.strip().splitlines()
@@ -47,9 +47,9 @@ def usual_results(mistakes, function, args):
 def usual_hint(
     mistakes, function, args, mine, part=None, view=lambda result: result, tolerance=1e-9
 ):
-    """The hint of the mistake that gives the same as the learner's, or that for all others.
+    """The hint of the mistake whose result is the learner's; else the hint for all others.
 
-    Of several results one part is compared; view(results): what has the parts.
+    Of several results one part is compared; view(results) has the parts.
     """
     for hint, result in usual_results(mistakes, function, args):
         with suppress(Exception):
@@ -68,7 +68,7 @@ def close_or_usual(what, mine, right, *usual, tolerance=1e-10):
 
 
 def bytes_alive(storages, most, seconds=3.0):
-    """The bytes of storages [weak references] that exist; waits so long for at most `most` of them.
+    """The bytes of storages [weak references] that exist; waits up to `seconds` for at most `most`.
 
     gloo's own thread holds what it has sent or gathered for a moment longer than wait() takes.
     """

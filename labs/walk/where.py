@@ -1,9 +1,9 @@
 """Where a broken script goes wrong first: its run on P ranks beside that of the right script.
 
 Both are recorded line by line (record.py). The first difference is a variable that holds something
-else after the same line, a message that is not the same, or an exception. Python runs lines in
-order on a rank; of several ranks the clock says who was first, since a message arrives after it was
-sent. What is found there is told as compare.py does, beside a run of one device.
+else after the same line, a message that is not the same, or an exception. A rank runs its lines
+in order. Of several ranks the clock says which was first, since a message arrives after it was
+sent. The difference is then described as compare.py does it, beside a run of one device.
 """
 
 import json
@@ -62,7 +62,7 @@ WORDS |= {"x": "each rank's own", "r": "one device's rows in another order"}
 
 
 class Difference(NamedTuple):
-    """What is otherwise than it should be, and where. Sorted by time."""
+    """What is not as it should be, and where. Sorted by time."""
 
     time: float
     rank: int
@@ -211,13 +211,13 @@ def first_difference(right, found, line_of):
             where = True, function, line, "", "forward", ""
             differences.append(Difference(when, rank, *where, NO_ERROR, text, ""))
     first = min(differences, key=lambda d: d.time, default=None)
-    # Ranks that go wrong at the same step do so in any order: the lowest is named
+    # Ranks that go wrong at the same step do so in any order, so the lowest is named
     at = first and (first.right_place, first.line, first.name)
     return next((d for d in differences if (d.right_place, d.line, d.name) == at), None)
 
 
 def original(path):
-    """The script that a file is, or is a copy of: by its STRATEGY. ValueError: it is none."""
+    """The script that a file is, or is a copy of, by its STRATEGY. Raises ValueError if none."""
     text = path.read_text()
     try:
         compile(text, path, "exec")
@@ -314,7 +314,7 @@ def said(told):
     if not told:
         return (
             "--where: no difference in two training steps of small models on 2 to 4 ranks.\n"
-            "Look at what these options choose, and at what the proof alone uses."
+            "Look at the code that these options choose, and at what only the proof uses."
         )
     of = f" of {told['of']}" if told["of"] else ""
     return (
@@ -343,7 +343,7 @@ def after_failure(path, bug, script):
 
 
 def planted(path, bug):
-    """[(function, line)] of a script that a bug replaces."""
+    """[(function, line)] that a bug replaces in a script."""
 
     def functions(script):
         found = dict(vars(script))
