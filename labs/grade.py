@@ -11,9 +11,8 @@ have written yourself; the docstring above it says what to build:
     python labs/grade.py lab1 --file submissions --json grades.json    # a class: one row per file
 
 Each exercise is graded by itself. check.py in the lab's folder runs your answer in a file where
-all other exercises are finished, on as many ranks of this machine as it asks for. So a wrong
-answer, or one that never ends, hides no other. Exit status: 0 all pass, 1 not yet, 2 unusable
-arguments.
+all other exercises are finished, on as many ranks of this machine as it asks for. So no wrong
+or endless answer hides another one. Exit status: 0 all pass, 1 not yet, 2 unusable arguments.
 """
 
 import ast

@@ -1,7 +1,6 @@
 """The command line that run.py and grade.py share.
 
-Bad input ends in one line, code is read as Python reads it, files are written whole.
-"""
+Bad input ends in one line, code is read as Python reads it, files are written whole."""
 
 import argparse
 import json

@@ -122,9 +122,7 @@ class Kept(torch.autograd.graph.saved_tensors_hooks):
 
 def expect_traffic(when, traffic, most, hint=""):
     """Raise Wrong unless each collective moves at most most[op] bytes; an unnamed one moves none.
-
-    most None: any number is right.
-    """
+    most None: any number is right."""
     for op, (calls, sent) in (traffic.ops if most is not None else {}).items():
         allowed = most.get(op, 0)
         enough = f"{allowed} will do" if allowed else "none are needed"

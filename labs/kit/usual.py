@@ -26,10 +26,8 @@ def alike(mine, other, tolerance=1e-9):
 
 def section(mistakes, function):
     """The lines that a text of mistakes has on a function.
-
     As in tests/answers/ they stand below "== name". Each is "ours -> theirs  # hint": a part of
-    the finished function and what usually stands there. The last line is the hint for all others.
-    """
+    the finished function and what usually stands there. The last is the hint for all others."""
     lines = mistakes.partition(f"\n== {function.__name__}\n")[2].partition("\n== ")[0]
     return lines.strip().splitlines()
 
