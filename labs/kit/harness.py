@@ -1,7 +1,7 @@
 """What all labs share: processes that are ranks, traffic, comparison, tables.
 
 A lab is a folder, labs/labN_name/. In it are lesson.py, the lesson and its exercises; check.py,
-what grade.py checks; show.py, what run.py shows. The last two import this file, which starts nothing.
+what grade.py checks; show.py, what run.py shows. The last two import this file; it starts nothing.
 """
 
 import gc
