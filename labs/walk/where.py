@@ -231,9 +231,9 @@ def original(path):
 
 
 def find(path, bug=None, cache=None):
-    """Where a script with a bug, or a copy with a mistake, goes wrong first: a Difference, the
-    right and the broken recordings and what was recorded; None where nothing shows it. cache: a
-    dict that keeps the right scripts' recordings, where several are looked for."""
+    """Where a script with a bug, or a copy with a mistake, goes wrong first: (Difference,
+    right recordings, broken recordings, what was recorded); None where nothing shows it.
+    cache: a dict that keeps right recordings, for a search of several bugs."""
     right_path = original(path)
     cache = {} if cache is None else cache
     line_of = line_map(right_path, path)
