@@ -83,7 +83,9 @@ def looked(see, lab, group, right):
 def first_wrong(seen, right, tolerance):
     """(name, what is wrong with it) of the first that is not right, or None."""
     for name in dict.fromkeys([*seen, *right]):
-        if name in seen:
+        if name == "it":
+            text = f"fails, {seen[name]}"
+        elif name in seen:
             text = differs(seen[name], right.get(name), tolerance)
         else:
             text = None if isinstance(right[name], Most) or "skipped" in seen else "is not there"

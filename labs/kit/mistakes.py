@@ -16,6 +16,7 @@ A hint is a sentence, and it names the function.
 
 import re
 import types
+from functools import partial
 from pathlib import Path
 from textwrap import indent
 from typing import NamedTuple
@@ -80,20 +81,22 @@ def with_mistake(text, exercise, mistake):
     return text
 
 
+def plant(finished, exercise, mistake, module):
+    """Make a module the finished lab with a mistake in it."""
+    text = with_mistake(Path(finished.__file__).read_text(), exercise, mistake)
+    exec(compile(text, finished.__file__, "exec"), vars(module))
+
+
 def mistaken_lab(finished, exercise, mistake):
     """The finished lab with a mistake in it, as a module."""
     module = types.ModuleType(finished.__name__)
     module.__file__ = finished.__file__
-    text = with_mistake(Path(finished.__file__).read_text(), exercise, mistake)
-    exec(compile(text, finished.__file__, "exec"), vars(module))
+    plant(finished, exercise, mistake, module)
     return module
 
 
 def as_bug(finished, exercise, mistake):
     """What --inject-bug calls: it makes a lab the finished one with the mistake."""
-
-    def bug(lab):
-        vars(lab).update(vars(mistaken_lab(finished, exercise, mistake)))
-
+    bug = partial(plant, finished, exercise, mistake)
     bug.__name__, bug.__doc__ = mistake.bug
     return bug

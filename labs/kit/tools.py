@@ -4,7 +4,7 @@ import tempfile
 import time
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from unittest import mock
 
@@ -70,6 +70,7 @@ def noted_waits():
     waits = []
 
     def noting(method):
+        @wraps(method)
         def noted(work, *args):
             waits.append(work)
             return method(work, *args)
