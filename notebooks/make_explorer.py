@@ -33,7 +33,7 @@ import pp  # noqa: E402
 import sp_layout_sim  # noqa: E402
 from labs import four_layouts  # noqa: E402
 from labs.kit.harness import LABS, load  # noqa: E402
-from labs.lab1_collectives.check import gather_and_add  # noqa: E402
+from labs.lab1_collectives.show import gather_and_add  # noqa: E402
 
 PAGE, PARTS = HERE / "explorer.html", HERE / "explorer"
 DATA = re.compile(r'(?<=<script type="application/json" id="data">).*?(?=</script>)', re.DOTALL)

@@ -8,10 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
-from labs.kit.harness import on_ranks, table
+from labs.kit.harness import Traffic, on_ranks, table
 from labs.kit.pictures import BLUE, GREY, RED, picture
 from labs.kit.tools import appears, shared_folder
-from labs.lab1_collectives.check import counted, gather_and_add
 
 COSTS = {  # steps, and bytes that each of P ranks sends of a message of n
     "reduce-scatter": lambda P, n: (P - 1, n * (P - 1) // P),
@@ -21,6 +20,16 @@ COSTS = {  # steps, and bytes that each of P ranks sends of a message of n
     "gather and add": lambda P, n: (P - 1, n * (P - 1)),
 }
 MESSAGE = 3360  # bytes: every number of ranks from 2 to 8 divides its floats
+
+
+def gather_and_add(lab, x, group):
+    """An all-reduce without a plan: all of x to everyone. P - 1 steps, (P-1) n bytes."""
+    rank, P = group.rank(), group.size()
+    total = x
+    for step in range(1, P):
+        to, source = (rank + step) % P, (rank - step) % P
+        total = total + lab.exchange(x, to, source, x.shape, group)
+    return total
 
 
 def count(group, lab):
@@ -39,8 +48,9 @@ def count(group, lab):
             ("all-to-all", lab.all_to_all, x, even, even),
             ("gather and add", partial(gather_and_add, lab), x),
         ]
-        for name, *call in runs:
-            _, traffic = counted(lab, *call, ranks)
+        for name, function, *args in runs:
+            with Traffic() as traffic:
+                function(*args, ranks)
             steps, sent = traffic.ops["send"]
             row = {"operation": name, "ranks": world, "message": x.nbytes}
             row |= {"steps": steps, "bytes": sent}
