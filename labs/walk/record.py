@@ -11,7 +11,6 @@ import ast
 import multiprocessing.connection
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -363,8 +362,8 @@ def record_rank(path, world, rank, port, setting, bug, parent):
     signal.alarm(4 * TIMEOUT)  # nothing hangs, whatever the script does
     names = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
     names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    names |= {"TORCHELASTIC_USE_AGENT_STORE": True}  # the parent has the store
     os.environ.update({name: str(value) for name, value in names.items()})
-    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # torchrun's, if it has started --where
     torch.set_num_threads(1)
     end, recorder = End(), Recorder(path, parent)
     try:
@@ -443,15 +442,14 @@ class Recording:
 
 def record(path, world, setting, bug=None):
     """A Recording of each of `world` ranks. bug: a name of break_it.BUGS, planted before."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    # Held here, as torchrun does: a port that was only looked up could be taken by another process
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")  # its processes have torch already
     context.set_forkserver_preload(["torch", "transformers.models.llama.modeling_llama"])
     ranks, parts = [], {}
     for rank in range(world):
         reader, writer = context.Pipe(duplex=False)
-        job = Path(path).resolve(), world, rank, port, setting, bug, writer
+        job = Path(path).resolve(), world, rank, store.port, setting, bug, writer
         ranks.append(context.Process(target=record_rank, args=job))
         ranks[-1].start()
         writer.close()  # so that the pipe ends with the rank
