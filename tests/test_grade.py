@@ -123,6 +123,8 @@ def test_hands_out_and_refuses_to_overwrite(desk):
     assert grader(desk, "start", "lab0", "--force")[0].returncode == 0 and mine.read_text() == text
 
 
+@pytest.mark.ci
+@pytest.mark.slow
 def test_right_answers_pass_and_checks_are_not_the_learners(desk):
     mine = desk / "mine.py"
     own = "CHECKS = {f'total{i}': (lambda *_: 'fine', 1) for i in range(99)}\n"
@@ -265,6 +267,8 @@ def test_what_cannot_be_written_is_said_before_the_work(tmp_path, capsys, monkey
 CLUSTER = {"PYTHONSAFEPATH": "1", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
 
 
+@pytest.mark.ci
+@pytest.mark.slow
 def test_a_cluster_with_a_long_tmpdir_and_a_locale_of_ascii(tmp_path):
     """An answer that prints and raises what the locale has no letters for."""
     (deep := tmp_path / (90 * "a")).mkdir()

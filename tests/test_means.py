@@ -164,15 +164,11 @@ def try_all(ranks, world, name, options, model, tmp_path, put=None, recomputes=R
 
 
 MODELS = (2, "shared_kv"), (2, "own_kv"), (3, "six_kv")
-QUICK = ("sp_megatron.py", "six_kv")  # the others: make prove, CI a sample
 CASES = [(*run, *case) for run in RUNS for case in MODELS]
-CASES = [
-    pytest.param(*case, marks=() if (case[0], case[3]) == QUICK else pytest.mark.slow)
-    for case in CASES
-]
 
 
-@pytest.mark.ci(every=17)
+@pytest.mark.ci(every=5)
+@pytest.mark.slow
 @pytest.mark.parametrize("name,options,world,model", CASES)
 def test_every_combination_is_exact(ranks, tmp_path, name, options, world, model):
     """37 tokens, 12 heads of 1, 3 or 6 KV heads, on 2 and 3 ranks: little divides."""
@@ -225,6 +221,8 @@ def peaks(model, put, combinations, file):
     Path(file).write_text(json.dumps(found))
 
 
+@pytest.mark.ci
+@pytest.mark.slow
 def test_each_means_takes_less(ranks, tmp_path):
     def found(put, combinations):
         file = str(tmp_path / "found.json")

@@ -93,6 +93,8 @@ def test_an_unknown_part_is_refused(capsys):
     assert "invalid choice: 'typo'" in capsys.readouterr().err
 
 
+@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [[], ["nowhere.py"]])
 def test_ranks_on_one_gpu_need_a_script(script):
     done = python("results/one_gpu.py", *script)

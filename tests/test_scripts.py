@@ -230,7 +230,9 @@ def test_what_a_schedule_sends_and_when(ranks, schedule):
     assert waits["in_flight"] == waits["in_flight_expected"]
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.ci(every=2)
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
 def test_one_f_one_b_bounds_what_is_in_flight(ranks, world):
     few, many = (
         {name: measured(ranks, world, name, m) for name in ("afab", "1f1b", "zb")} for m in (4, 8)

@@ -83,6 +83,8 @@ def as_page(file):
 # --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
+@pytest.mark.slow
 def test_where_it_is_published(site, tmp_path):
     """Links to the source and clone lines name the workflow's repository, or are left out."""
     there = {"search.html"} | {file.name for file in site.glob("_static/**/*.html")}
@@ -178,6 +180,8 @@ def test_words_lead_to_the_glossary_once_a_page(pages):
         assert not any(f"#{word}" in link for link in page.words)
 
 
+@pytest.mark.ci
+@pytest.mark.slow
 def test_ways_there_and_back(pages):
     """Labs, their code, notebooks and explorer link each other; course and GPUs lead the menu."""
     links = {name: " ".join(page.links) for name, page in pages.items()}
