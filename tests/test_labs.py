@@ -189,7 +189,7 @@ OTHERWISE = {  # how the experiments are run with other right answers
 }
 
 
-@pytest.mark.ci
+@pytest.mark.ci(every=2)
 @pytest.mark.slow
 @EACH_LAB
 def test_other_right_answers_pass_and_serve_the_experiments(name, tmp_path, capsys, monkeypatch):
