@@ -122,7 +122,7 @@ def differs_tensor(mine, right, tolerance):
         same = torch.equal(mine, right)
         return None if same else f"is {mine.tolist()}, not {right.tolist()}"
     odd = ~right.isfinite()
-    if not torch.equal(mine[odd], right[odd]):
+    if not torch.allclose(mine[odd].double(), right[odd].double(), equal_nan=True):
         return f"is {mine[odd][0]:g} where it should be {right[odd][0]:g}"
     error = relative_error(mine.masked_fill(odd, 0), right.masked_fill(odd, 0))
     if not error <= tolerance:

@@ -107,7 +107,7 @@ def usual_hint(again, finished, exercise, mistakes, mine, name, control, toleran
         with suppress(Exception):
             see, expected = again(group)
             seen = looked(see, mistaken_lab(finished, exercise, mistake), group, expected)
-            same = {n: differs(mine[n], seen.get(n), tolerance) is None for n in mine}
+            same = {n: n in seen and differs(mine[n], seen[n], tolerance) is None for n in mine}
             first, whole = name is None or same.get(name, name not in seen), all(same.values())
         everywhere = gathered(control, (first, whole))
         if all(whole for _, whole in everywhere):
