@@ -7,6 +7,7 @@ finished lab's orders are PyTorch's, tests/test_lab18_run.py tests.
 import importlib
 import itertools
 import random
+import weakref
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from labs.kit.alive import Alive
@@ -34,11 +36,8 @@ QWEN3 |= {"use_sliding_window": True, "head_dim": 4}
 
 
 def listed(actions, P=None):
-    """Actions as a text: F0 B0; those of a stage above P - 1 in small letters; another's .stage."""
-    texts = []
-    for kind, stage, m in actions:
-        texts.append(f"{kind}{m}" if P is None else f"{kind}{m}.{stage}")
-    return " ".join(texts)
+    """Actions as a text: F0 B0, or with their stage, F0.1 B0.1."""
+    return " ".join(f"{a.kind}{a.microbatch}" + f".{a.stage}" * (P is not None) for a in actions)
 
 
 def tiny(family, tied, dtype=torch.float64, **sizes):
@@ -84,8 +83,8 @@ def dependencies(group, seed):
     def see(count, lab, eye):
         for action in itertools.product("FBW", range(count), [0, 3]):
             kind, stage, m = action = Action(*action)
-            found = sorted(lab.dependencies(action, count))
-            eye.note(f"what {kind}{m} of stage {stage} needs", [tuple(each) for each in found])
+            found = [(a.kind, a.stage, a.microbatch) for a in lab.dependencies(action, count)]
+            eye.note(f"what {kind}{m} of stage {stage} needs", sorted(found))
 
     for count in 1, 2, 4:
         yield f"{count} stages", partial(see, count)
@@ -106,9 +105,11 @@ def simulate(group, seed):
         count = 1 + max(action.stage for actions in schedules for action in actions)
         times = {"equal": lambda a: 1, "unequal": lambda a: 2 + (seed + 3 * a.stage) % 5}
         for title, cost in times.items():
-            rows = lab.simulate([list(actions) for actions in schedules], count, cost)
+            given = [list(actions) for actions in schedules]
+            rows = lab.simulate(given, count, cost)
             rows = sorted((r, *a, float(begin), float(end)) for r, a, begin, end in rows)
             eye.note(f"rows (rank, kind, stage, microbatch, begin, end), {title} times", rows)
+            eye.note(f"{title} times: schedules is overwritten", given != schedules)
 
     for title, schedules in lists.items():
         yield title, partial(see, schedules)
@@ -139,9 +140,13 @@ def one_f_one_b(group, seed):
 
     def see(lab, eye):
         forwards, backwards = ([Action(kind, 0, m) for m in range(4)] for kind in "FB")
+        changed = False
         for warmup in range(5):
-            actions = lab.in_turn(list(forwards), list(backwards), warmup)
+            given = list(forwards), list(backwards)
+            actions = lab.in_turn(*given, warmup)
             eye.note(f"in_turn of 4, warmup {warmup}", listed(actions))
+            changed |= given != (forwards, backwards)
+        eye.note("an argument is overwritten", changed)
 
     yield "afab", partial(see_schedule, "afab", sizes)
     yield "in_turn", see
@@ -158,27 +163,22 @@ def zero_bubble(group, seed):
 
 
 def zero_bubble_v(group, seed):
-    sizes = [(P, M, 2) for P, M in [*SIZES, (3, 5), (4, 7)]]
-    yield (
-        "M of 2 P - 1 or more",
-        partial(see_schedule, "zero_bubble_v", [s for s in sizes if s[1] >= 2 * s[0] - 1]),
-    )
-    yield (
-        "M below 2 P - 1",
-        partial(see_schedule, "zero_bubble_v", [s for s in sizes if s[1] < 2 * s[0] - 1]),
-    )
+    sizes = [(P, M, 2) for P, M in [*SIZES, (3, 4), (3, 5), (4, 6), (4, 7)]]
+    for title, few in {"M of 2 P - 1 or more": False, "M below 2 P - 1": True}.items():
+        chosen = [(P, M, V) for P, M, V in sizes if (M < 2 * P - 1) == few]
+        yield title, partial(see_schedule, "zero_bubble_v", chosen)
 
 
 def kept_bytes(group, seed):
     def see(name, recompute, stage, lab, eye):
-        model = tiny("llama", False, torch.float32)
+        dtype = torch.float32 if name == "zb" else torch.bfloat16
+        model = tiny("llama", False, dtype)
         alone = subgroup(group, ranks=[group.rank()])
-        pipe = finished.Pipeline(model, name, 1, alone, recompute)
-        decoder = finished.make_stage(model, stage, 3)
-        x = torch.randint(31, (2, 7))
+        pipe = lab.Pipeline(model, name, 1, alone, recompute)
+        decoder = lab.make_stage(model, stage, 3)
         name = "inputs_embeds" if stage else "input_ids"
-        if stage:
-            x = torch.randn(2, 7, 16).requires_grad_()
+        hidden = torch.randn(2, 7, 16, dtype=dtype).requires_grad_()
+        x = hidden if stage else torch.randint(31, (2, 7))
 
         def run(x):
             return decoder(**{name: x}, use_cache=False).last_hidden_state
@@ -188,9 +188,8 @@ def kept_bytes(group, seed):
         for kind, nbytes in found.items():
             eye.note(f"bytes of {kind}", nbytes)
 
-    for (name, how), stage in itertools.product(
-        [("1f1b", False), ("zb", False), ("zb", True)], (0, 1)
-    ):
+    kinds = [("1f1b", False), ("zb", False), ("zb", True)]
+    for (name, how), stage in itertools.product(kinds, (0, 1)):
         title = f"{name}, stage {stage}, {'layers recomputed' if how else 'nothing recomputed'}"
         yield title, partial(see, name, how, stage)
 
@@ -198,15 +197,16 @@ def kept_bytes(group, seed):
 def peak_kept(group, seed):
     numbers = random.Random(seed)
 
-    def see(name, P, M, V, kept, lab, eye):
-        for rank, actions in enumerate(finished.all_schedules(name, P, M)):
+    def see(schedules, kept, lab, eye):
+        for rank, actions in enumerate(schedules):
             eye.note(f"the peak of rank {rank}", lab.peak_kept(list(actions), dict(kept)))
 
     for name, (P, M) in itertools.product(finished.SCHEDULES, [(2, 4), (3, 6)]):
-        V = finished.SCHEDULES[name][1]
-        pairs = itertools.product("FB", range(P * V))
+        pairs = itertools.product("FB", range(P * finished.SCHEDULES[name][1]))
         kept = {(k, s): numbers.randint(1, 90) * (k == "F" or "zb" in name) for k, s in pairs}
-        yield f"{name}, {P} ranks", partial(see, name, P, M, V, kept)
+        yield f"{name}, {P} ranks", partial(see, finished.all_schedules(name, P, M), kept)
+    actions = [Action(*each) for each in (("F", 0, 0), ("B", 0, 0), ("F", 0, 1), ("F", 0, 2))]
+    yield "F0 B0 F1 F2", partial(see, [actions], {("F", 0): 5, ("B", 0): 0})
 
 
 def messages_of(schedules, rank):
@@ -234,10 +234,10 @@ def deadlock(group, seed):
         "both send two first": (sends(a, c) + takes(b, d), sends(b, d) + takes(a, c)),
         "send a, receive b; send b, receive a": (sends(a) + takes(b), sends(b) + takes(a)),
         "both receive first": (takes(b) + sends(a), takes(a) + sends(b)),
+        "one that is never sent": ([], takes(a)),
         "taken in another order": (sends(a, b), takes(b, a)),
         "two kinds, taken in another order": (sends(a, e), takes(e, a)),
         "one that is never received": (sends(a, b), takes(a)),
-        "one that is never sent": ([], takes(a)),
         "nothing": ([], []),
         "in order": (sends(a, b, c), takes(a, b, c)),
     }
@@ -246,9 +246,13 @@ def deadlock(group, seed):
         pairs[f"{name} of {M}"] = tuple(messages_of(schedules, rank) for rank in (0, 1))
 
     def see(first, second, lab, eye):
+        changed = False
         for slots in 0, 1, 2, 9:
-            found = lab.deadlock(list(first), list(second), slots)
+            given = list(first), list(second)
+            found = lab.deadlock(*given, slots)
             eye.note(f"slots {slots}", "None" if found is None else str(tuple(found)))
+            changed |= given != (first, second)
+        eye.note("an argument is overwritten", changed)
 
     for title, pair in pairs.items():
         yield title, partial(see, *pair)
@@ -264,13 +268,20 @@ def deferred_linear(group, seed):
         for m in range(3):
             leaf = draw(2, 5, 3).requires_grad_()
             dy = draw(2, 5, 4)
-            y = layer(2 * leaf)
-            y.backward(dy)
+            x = 2 * leaf
+            layer(x).backward(dy)
             eye.note(f"dx of microbatch {m}", leaf.grad)
             eye.note(f"weight.grad is there after B {m}", layer.weight.grad is not None)
+            if bias:
+                eye.note(f"bias.grad is there after B {m}", layer.bias.grad is not None)
             there = [x for pair in layer.pending for x in pair]
             eye.note(f"pairs that wait after B {m}", len(layer.pending))
             eye.note(f"x that waits has a graph after B {m}", any(x.requires_grad for x in there))
+            if m == 0:
+                for name, tensor in zip(("x", "dy"), there):
+                    eye.note(f"{name} in pending", tensor.flatten(0, -2))
+                places = [each.untyped_storage().data_ptr() for each in (x, there[0])]
+                eye.note("x in pending is a copy", places[0] != places[1])
         for m in range(3):
             layer.add_weight_gradient()
             eye.note(f"weight.grad after W {m}", layer.weight.grad)
@@ -287,31 +298,39 @@ class Sending:
 
     def __init__(self, isend):
         self.isend, self.on_their_way, self.most, self.count = isend, {}, 0, 0
-        self.changed = False
+        self.changed = self.dropped = self.skips = self.newest_first = False
 
     def __call__(self, tensor, *args, **kwargs):
         copy, number = tensor.detach().clone(), self.count
         work = self.isend(copy, *args, **kwargs)
+        tensor, storage = weakref.ref(tensor), StorageWeakRef(tensor.untyped_storage())
+        self.newest_first |= self.skips
+        self.dropped |= any(storage.expired() for _, storage in self.on_their_way.values())
         self.count += 1
-        self.on_their_way[number] = work
+        self.on_their_way[number] = work, storage
         self.most = max(self.most, len(self.on_their_way))
 
         def wait(*timeout):
+            self.skips |= number > min(self.on_their_way, default=number)
             self.on_their_way.pop(number, None)
-            self.changed |= not torch.equal(tensor, copy)
+            self.changed |= tensor() is not None and not torch.equal(tensor(), copy)
             return work.wait(*timeout)
 
         return SimpleNamespace(wait=wait, is_completed=work.is_completed)
 
 
 def watched(eye, call):
-    """What call() returns; notes how it sends."""
+    """What call() returns; notes how it sends, then waits for what call() did not wait for."""
     sending = Sending(dist.isend)
     with mock.patch.object(dist, "isend", sending), Traffic() as traffic:
         result = call()
     eye.note("messages by isend", sending.count)
     eye.note("a message is changed before it is sent", sending.changed)
+    eye.note("a message is dropped before it is sent", sending.dropped)
+    eye.note("a newer message is waited for before the oldest", sending.newest_first)
     eye.note("messages that nobody waits for", len(sending.on_their_way))
+    for work, _ in sending.on_their_way.values():  # else gloo drops them, and their receivers hang
+        work.wait()
     eye.note("the most messages on their way", Most(sending.most))
     eye.note("bytes sent", traffic.bytes("send"))
     eye.note("other collectives", sorted(op for op in traffic.ops if op != "send"))
@@ -323,25 +342,25 @@ def loss(group, seed):
         numbers = torch.Generator().manual_seed(seed)
         logits = torch.randn(*targets.shape, 7, generator=numbers, dtype=torch.float64)
         logits.requires_grad_()
-        parts = zip(logits.tensor_split(3), targets.tensor_split(3))
+        given = [each.clone() for each in targets.tensor_split(3)]
         count = (targets != finished.IGNORE).sum()
+        parts = zip(logits.tensor_split(3), given)
         shares = [lab.microbatch_loss(x, t, count) for x, t in parts]
         for m, share in enumerate(shares):
             eye.note(f"the share of microbatch {m}", share)
         sum(shares).backward()
         eye.note("the gradient of the logits", logits.grad)
+        eye.note("targets is overwritten", not torch.equal(torch.cat(given), targets))
 
     def see_tied(ends, lab, eye):
         weight = nn.Parameter(torch.zeros(5, 3, dtype=torch.float64))
-        weight.grad = torch.full((5, 3), 1.0 + group.rank(), dtype=torch.float64)
+        grad = weight.grad = torch.full((5, 3), 1.0 + group.rank(), dtype=torch.float64)
         watched(eye, lambda: lab.sum_tied_gradient(weight, ends, group))
         eye.note("weight.grad", weight.grad)
+        eye.note("weight.grad is a new tensor", weight.grad is not grad)
 
     _, targets = batch(seed, 3, 4)
-    yield (
-        "uneven microbatches",
-        partial(see, targets % 7 * (targets >= 0) + targets * (targets < 0)),
-    )
+    yield "uneven microbatches", partial(see, torch.where(targets < 0, targets, targets % 7))
     targets = targets.clamp(max=6)
     targets[:2] = finished.IGNORE
     yield "a microbatch without targets", partial(see, targets)
@@ -355,10 +374,13 @@ def engine(group, seed):
     def see(family, tied, name, M, more, lab, eye):
         ids, targets = batch(seed, M, more=more)
         pipe = lab.Pipeline(tiny(family, tied), name, M, group)
-        order = []
+        order, inputs, kept = [], [], []
 
         def noted(compute, action, received):
             order.append(action)
+            kept.append(sum(not storage.expired() for storage in inputs))
+            if received is not None:
+                inputs.append(StorageWeakRef(received.untyped_storage()))
             return compute(action, received)
 
         for method in "forward", "backward", "add_weight_gradients":
@@ -366,6 +388,7 @@ def engine(group, seed):
         with in_float64(pipe.model):
             found = watched(eye, lambda: pipe.train_step(ids, targets))
         eye.note("the order of actions", listed(order, 0))
+        eye.note("what was received is kept to the end", kept[-1] > 4)
         eye.note("the loss", torch.as_tensor(found, dtype=torch.float64))
         for parameter, p in pipe.model.named_parameters():
             if p.grad is not None:
