@@ -6,6 +6,9 @@ from labs.kit.harness import Traffic, relative_error
 from labs.kit.tools import Kept, noted_waits
 
 
+WHOLE = {torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8}
+
+
 class Most(int):
     """A number, of bytes say: fewer than ours are right, too."""
 
@@ -56,8 +59,7 @@ class Eye:
         if trained:
             self.note_backward(dict(zip(names, outs)), trained, dy, kept if keeps else None)
         for (name, x), mine in zip(given.items(), called):
-            same = torch.equal(x, mine) if isinstance(x, torch.Tensor) else x == mine
-            self.note(f"{name} is overwritten", not same)
+            self.note(f"{name} is overwritten", not unchanged(mine, x))
         return outs[0] if len(names) == 1 else outs
 
     def note_backward(self, outs, trained, dy, kept):
@@ -88,10 +90,19 @@ def is_trained(value):
 
 
 def copied(value):
-    """A tensor as a new leaf, a list as a new list."""
+    """A tensor as a new leaf, a list as a new list of copies."""
+    if isinstance(value, list):
+        return [copied(x) for x in value]
     if isinstance(value, torch.Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)
-    return list(value) if isinstance(value, list) else value
+    return value
+
+
+def unchanged(mine, x):
+    """Whether an argument, also each of a list, is as it was before the call."""
+    if isinstance(x, list):
+        return len(mine) == len(x) and all(map(unchanged, mine, x))
+    return torch.equal(mine, x) if isinstance(x, torch.Tensor) else mine == x
 
 
 def noise(y):
@@ -119,8 +130,13 @@ def differs_tensor(mine, right, tolerance):
     if mine.shape != right.shape:
         return f"has shape {tuple(mine.shape)}, not {tuple(right.shape)}"
     if not right.is_floating_point():
-        same = torch.equal(mine, right)
-        return None if same else f"is {mine.tolist()}, not {right.tolist()}"
+        if torch.equal(mine, right):  # also int32 for int64, but no booleans or floats
+            same = mine.dtype == right.dtype or not {mine.dtype, right.dtype} - WHOLE
+            return None if same else f"is {mine.dtype}, not {right.dtype}"
+        if right.numel() <= 12:
+            return f"is {mine.tolist()}, not {right.tolist()}"
+        place = tuple((mine != right).nonzero()[0].tolist())  # the first that is wrong
+        return f"is {mine[place].item()}, not {right[place].item()}, at {[*place]}"
     odd = ~right.isfinite()
     if not torch.allclose(mine[odd].double(), right[odd].double(), equal_nan=True):
         return f"is {mine[odd][0]:g} where it should be {right[odd][0]:g}"

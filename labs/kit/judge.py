@@ -83,8 +83,8 @@ def looked(see, lab, group, right):
 def first_wrong(seen, right, tolerance):
     """(name, what is wrong with it) of the first that is not right, or None."""
     for name in dict.fromkeys([*seen, *right]):
-        if name == "it":
-            text = f"fails, {seen[name]}"
+        if name == "it" and "it" not in right:
+            text = f"fails, {seen['it']}"
         elif name in seen:
             text = differs(seen[name], right.get(name), tolerance)
         else:
@@ -127,6 +127,7 @@ def judge(exercise, cases, finished, listed, tolerance, lab, group, seed, contro
     count, worst, sent = 0, 0.0, {}
     for place, (title, see, *right) in enumerate(cases(group, seed)):
         right = right[0] if right else {}
+        own = hints.get(see[0] if isinstance(see, tuple) else "", hints[""])  # the function's
         ours = looked(see, finished, control, {})
         for name, value in right.items():
             assert differs(ours[name], value, tolerance) is None, (title, name)
@@ -137,7 +138,6 @@ def judge(exercise, cases, finished, listed, tolerance, lab, group, seed, contro
             raise
         except Exception as problem:
             first = f"{type(problem).__name__}: {problem}".partition("\n")[0]
-            own = hints.get(see[0] if isinstance(see, tuple) else "", hints[""])
             hint = "; ".join(filter(None, (own, hint_at(first))))
             raise Wrong(f"{title}: {first}", hint) from problem
         wrong = first_wrong(mine, expected, tolerance)
@@ -152,8 +152,10 @@ def judge(exercise, cases, finished, listed, tolerance, lab, group, seed, contro
             hint = usual_hint(*what)
             if wrong:
                 general = [h for end, h in GENERAL.items() if name.endswith(end)]
-                general = general[0].format(exercise) if general else hints[""]
-                raise Wrong(f"{title}: {name} {text}".rstrip(), hint or hints.get(name, general))
+                general = general[0].format(exercise) if general else own
+                hint = hint or hints.get(name, general)
+                hint = "; ".join(filter(None, (hint, hint_at(text) if name == "it" else "")))
+                raise Wrong(f"{title}: {name} {text}".rstrip(), hint)
             return ""  # a rank that sees it says so
         count += 1
         worst = max(worst, largest_error(mine, expected))
