@@ -5,7 +5,6 @@ import torch
 from labs.kit.harness import Traffic, relative_error
 from labs.kit.tools import Kept, noted_waits
 
-
 WHOLE = {torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8}
 
 
