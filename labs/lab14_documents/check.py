@@ -1,353 +1,323 @@
-"""Lab 14's checks, each of which runs on every rank, and the bugs that they have to catch.
+"""Lab 14's exercises: their cases. mistakes.txt has the wrong answers.
 
 In float64, so that nothing but a mistake is off by more than EXACT. What is right comes from masks
-that are put together document by document, from PyTorch's own attention, mask and load balancer,
-and from Hugging Face's models, which see one document at a time. See documents.py.
+that are put together document by document, from PyTorch's own attention and Hugging Face's models,
+which see one document at a time, and beside these from the finished lab.
 """
 
+import inspect
 import random
+from contextlib import contextmanager
+from functools import partial
+from itertools import product
+from unittest import mock
 
 import torch
+import torch.nn.functional as F
 
-from labs.kit.compare import close, drawn, gradients, tried, unchanged
-from labs.kit.harness import Traffic, Wrong, expect
-from labs.kit.tools import members
-from labs.kit.usual import usual_hint
+from labs.kit.compare import drawn
+from labs.kit.eye import Most
+from labs.kit.harness import Wrong
+from labs.kit.judge import checks
+from labs.kit.models import EXACT
 from labs.lab14_documents.documents import (
     END,
     IGNORE,
-    MISTAKES,
+    VOCAB,
     document_of,
-    expect_held,
-    expect_numbers,
-    expect_pytorchs,
-    expect_tiles,
-    expect_travels,
-    expect_visible,
     finished,
     first_of,
-    groups_of_all_sizes,
-    heaviest_first,
     mask_of,
     packed_ids,
     packings,
     placements,
     position_of,
-    pytorchs_mask,
-    short,
-    zigzag,
 )
 from labs.lab14_documents.packed import (
     FAMILIES,
-    agreed,
-    expect_all,
-    expect_loss,
-    expect_model,
-    expect_one,
-    expect_overlap,
-    expect_sent,
-    lengths_of,
-    ring_cases,
-    watch,
+    attention_case,
+    gradient_elsewhere,
+    model_errors,
 )
 
+GROUPS = [1, 3], [0, 2, 3], [0, 1, 2, 3], [2]
+WINDOWS = 4, None, 3, None  # one for each of the packings
 split = finished.split
-WINDOWS = 3, None, 1, 50
 
 
-def check_documents(lab, group, seed):
-    for what, lengths in packings(seed).items():
-        for whole, end in (True, END), (False, 0):
-            ids = packed_ids(lengths, seed, whole, end)
-            with unchanged(ids=ids):
-                found, labels = lab.documents(ids, end), lab.targets(ids, end)
-            both = isinstance(found, tuple | list) and len(found) == 2
-            expect(both, "documents() does not return a pair", "(document, position)")
-            told = f"{what}, {'each' if whole else 'not the last'} with its end"
-            right, call = position_of(lengths).tolist(), (finished.documents, (ids, end))
-            expect_numbers(f"{told}: document", found[0], document_of(lengths).tolist(), *call, 0)
-            expect_numbers(f"{told}: position", found[1], right, *call, 1)
-            behind = zip([*ids[1:].tolist(), IGNORE], [*right[1:], 0])
-            right = [i if place else IGNORE for i, place in behind]
-            expect_numbers(f"{told}: targets", labels, right, finished.targets, (ids, end))
-    return "1 to 40 documents, of one token or many, with and without a last end: as drawn"
+# ---- Documents and the mask ----------------------------------------------------------------------
 
 
-def check_mask(lab, group, seed):
+def documents(group, seed):
+    cases = packings(seed) | {"one token": [1]}
+    for (what, lengths), (whole, end) in product(cases.items(), [(True, END), (False, 0)]):
+        title = f"{what}, {'each' if whole else 'not the last'} with its end"
+        given = {"ids": packed_ids(lengths, seed, whole, end), "end": end}
+        right = {"document": document_of(lengths), "position": position_of(lengths)}
+        yield title, ("documents", given, "document, position"), right
+        yield title, ("targets", given, "targets")
+
+
+def mask(group, seed):
     chosen = random.Random(seed)
-    for what, lengths in packings(seed).items():
-        position, s = position_of(lengths), sum(lengths)
-        for window in WINDOWS:
-            told = f"{what}, window {window}"
-            mask = pytorchs_mask(lengths, window)
-            with unchanged(position=position):
-                first = lab.first_seen(position, window)
-            right, args = first_of(lengths, window), (position, window)
-            expect_numbers(f"{told}: first", first, right.tolist(), finished.first_seen, args)
-            q_at, k_at = (torch.tensor(chosen.sample(range(s), s // n)) for n in (2, 3))
-            args = q_at, k_at, right
-            with unchanged(q_at=q_at, k_at=k_at, first=right):
-                found = lab.visible(*args)
-            expect_visible(told, found, mask[q_at][:, k_at], args)
-    return "with and without windows: what PyTorch's create_mask and a block-diagonal mask say"
+    for (what, lengths), window in product(packings(seed).items(), (3, None, 1, 50)):
+        given = {"position": position_of(lengths), "window": window}
+        first, seen = first_of(lengths, window), mask_of(lengths, window)
+        title = f"{what}, window {window}"
+        yield title, ("first_seen", given, "first"), {"first": first}
+        for n in 3, len(first) + 1:  # of the second no key is left
+            queries, keys = (chosen.sample(range(len(first)), len(first) // m) for m in (2, n))
+            q_at, k_at = (torch.tensor(at, dtype=torch.long) for at in (queries, keys))
+            given = {"q_at": q_at, "k_at": k_at, "first": first}
+            yield title, ("visible", given, "visible"), {"visible": seen[q_at][:, k_at]}
 
 
-def check_work(lab, group, seed):
-    for what, lengths in packings(seed).items():
-        for world in 4, 5, 2, 1:
-            for where, held in placements(lengths, world, seed).items():
-                for window in WINDOWS:
-                    mask, first = mask_of(lengths, window), first_of(lengths, window)
-                    with unchanged(held=held, first=first):
-                        found = lab.work(held, first)
-                    right = [int(mask[at].sum()) for at in held]
-                    told = f"{what} {where} on {world} ranks, window {window}: work"
-                    expect_numbers(told, found, right, finished.work, (held, first))
-    return "1 to 5 ranks, four placements, with and without windows: as counted in the mask"
+# ---- Who holds which tokens ----------------------------------------------------------------------
 
 
-def check_by_document(lab, group, seed):
-    cases = packings(seed) | {"one token": [1], "two documents": [23, 11]}
-    for what, lengths in cases.items():
-        for world in 3, 4, 8, 2, 1:
-            position = position_of(lengths)
-            with unchanged(position=position):
-                found = lab.by_document(position, world)
-            told, right = f"{what} on {world} ranks", zigzag(lengths, world)
-            expect_held(told, found, right, finished.by_document, (position, world))
-    for world in 1, 2, 3:
-        whose = expect_pytorchs(lab, world)
-    return f"1 to 8 ranks: zigzag in each document, at most a token apart; {whose}"
+def see_work(given, lab, eye):
+    eye.call(lambda *args: [float(n) for n in lab.work(*args)], given, "the list of pairs")
 
 
-def check_by_work(lab, group, seed):
+def work(group, seed):
+    for (what, lengths), world, window in product(
+        packings(seed).items(), (4, 5, 2, 1), (3, None, 1, 50)
+    ):
+        for where, held in placements(lengths, world, seed).items():
+            given = {"held": held, "first": first_of(lengths, window)}
+            yield f"{what} {where} on {world} ranks, window {window}", partial(see_work, given)
+    given = {"held": [torch.arange(6001)], "first": torch.zeros(6001, dtype=torch.long)}
+    yield "a document of 6,001 tokens", partial(see_work, given)
+
+
+def see_held(name, world, given, lab, eye):
+    """Each rank's tokens, as tensors."""
+
+    def call(*args):
+        held = getattr(lab, name)(*args)
+        return held[0] if world == 1 else held
+
+    eye.call(call, given, ", ".join(f"held[{rank}]" for rank in range(world)))
+
+
+def by_document(group, seed):
+    cases = packings(seed) | {"two documents": [23, 11]}
+    for (what, lengths), world in product(cases.items(), (3, 4, 8, 2, 1)):
+        given = {"position": position_of(lengths), "world": world}
+        yield f"{what} on {world} ranks", partial(see_held, "by_document", world, given)
+
+
+def by_work(group, seed):
     cases = packings(seed) | {"a long document and many of one token": [12] + 36 * [1]}
-    for what, lengths in cases.items():
+    for (what, lengths), window in product(cases.items(), (None, 3)):
         for world, size in (4, 2), (3, 4), (2, 3), (1, 4), (4, 7):
-            for window in None, 3:
-                first = first_of(lengths, window)
-                told = f"{what} on {world} ranks, window {window}, blocks of {size}"
-                args = first, world, size
-                with unchanged(first=first):
-                    found = tried(told, "a rank has room for ceil(blocks / P)", lab.by_work, *args)
-                right = heaviest_first(lengths, window, world, size)
-                expect_held(told, found, right, finished.by_work, args)
-    return "1 to 4 ranks, the last block shorter: dealt as from the mask, block by block"
+            given = {"first": first_of(lengths, window), "world": world, "size": size}
+            title = f"{what} on {world} ranks, window {window}, blocks of {size}"
+            yield title, partial(see_held, "by_work", world, given)
 
 
-def check_tiles(lab, group, seed):
+# ---- Which keys are multiplied, and which travel -------------------------------------------------
+
+
+def tiles_of(lab, q_at, k_at, first):
+    """[(rows, keys)] as numbers: (start, end) of each."""
+    slices = lab.tiles(q_at, k_at, first)
+    return [(rows.indices(len(q_at))[:2], keys.indices(len(k_at))[:2]) for rows, keys in slices]
+
+
+def see_tiles(held, first, tile, lab, eye):
+    for (i, q_at), (j, k_at) in product(enumerate(held), repeat=2):
+        given = {"q_at": q_at, "k_at": k_at, "first": first}
+        with mock.patch.object(lab, "TILE", tile):
+            eye.call(partial(tiles_of, lab), given, f"the tiles of held[{i}] with held[{j}]")
+
+
+def tiles(group, seed):
     for what, lengths in packings(seed).items():
         for where, held in placements(lengths, 3, seed).items():
             for tile, window in (1, None), (1, 3), (4, None), (16, 3):
-                lab.TILE, first, mask = tile, first_of(lengths, window), mask_of(lengths, window)
-                for q_at, k_at in (pair for q in held for pair in ((q, k) for k in held)):
-                    told = f"{what} {where}, TILE {tile}, window {window}: tiles of queries "
-                    told += f"{short(q_at.tolist())} and keys {short(k_at.tolist())}"
-                    args = q_at, k_at, first
-                    hint = "where the queries see none of the keys, nothing is yielded"
-                    with unchanged(q_at=q_at, k_at=k_at, first=first):
-                        found = tried(told, hint, lambda args=args: [*lab.tiles(*args)])
-                    expect_tiles(told, found, mask[q_at][:, k_at], tile, args)
-    return "four placements: the fewest keys; with a tile of one query just the pairs of the mask"
+                title = f"{what} {where} on 3 ranks, TILE {tile}, window {window}"
+                yield title, partial(see_tiles, held, first_of(lengths, window), tile)
 
 
-def check_travels(lab, group, seed):
-    for what, lengths in packings(seed).items():
-        for P in 4, 3, 2, 1:
-            for where, held in placements(lengths, P, seed).items():
-                for window in None, 3:
-                    first, mask = first_of(lengths, window), mask_of(lengths, window)
-                    for source in range(P):
-                        told = f"{what} {where} on {P} ranks, window {window}: of rank {source} "
-                        with unchanged(held=held, first=first):
-                            found = [lab.travels(held, source, t, first) for t in range(P + 1)]
-                        expect_travels(told, found, held, source, mask, first)
-    return "1 to 4 ranks, four placements, windows: no key goes further than to its last query"
+def placed(seed, worlds):
+    """Yield (what, held, first) of documents in four placements on so many ranks."""
+    for (what, lengths), window in zip(packings(seed).items(), WINDOWS):
+        for world in worlds:
+            for where, held in placements(lengths, world, seed).items():
+                title = f"{what} {where} on {world} ranks, window {window}"
+                yield title, held, first_of(lengths, window)
 
 
-def check_ring_forward(lab, world, seed):
-    hint = "send what travels() in the step after, receive what the previous rank sends on"
-    worst, (events, lengths) = 0, watch(lab, 1, hint)
-    for told, group, held, case in ring_cases(seed):
-        own, rank, first = held[group.rank()], group.rank(), case.first
-        q, k, v = case.q[:, :, own], case.k[:, own], case.v[:, own]
-        events.clear()
-        lengths[:] = lengths_of(case, held, rank, True)
-        hint = "keys and the numbers of their tokens belong together: kv and travels() of one step"
-        call = lab.ring_forward, q, k, v, held, first, group
-        with unchanged(q=q, k=k, v=v, held=held, first=first), Traffic() as traffic:
-            found = tried(told, hint, *call)
-        triple = isinstance(found, tuple) and len(found) == 3
-        expect(triple, f"{told}: ring_forward() does not return three", "(out, lse, kept)")
-        by = "the others' keys come by pass_on(), and what that returns waits for them"
-        expect_all(told, events, lengths, by)
-        out, lse, kept = found
-        hint = "merge() the part of every step, of its keys and their tokens' numbers"
-        call = close, f"{told}: out", out, case.out[:, :, own], None, hint
-        worst = max(worst, agreed(group, *call))
-        scores = (q @ case.k[:, None].mT).masked_fill(~case.mask[own], -torch.inf)
-        close(f"{told}: lse", lse, scores.logsumexp(-1), None, "merge() gives both")
-        steps = [finished.travels(held, (rank - t) % len(held), t, first) for t in range(len(held))]
-        listed = isinstance(kept, list | tuple) and len(kept) == len(steps)
-        expect(listed, f"{told}: kept is not a list of {len(held)}", "k and v of every step")
-        for step, (at, mine) in enumerate(zip(steps, kept)):
-            right = torch.stack([case.k[:, at], case.v[:, at]])
-            close(f"{told}: kept[{step}]", mine, right, None, "k and v of this step, stacked")
-        expect_sent(told, traffic, case, held, rank, 1)
-        busy = [case.mask[own][:, at].any() for at in steps]
-        expect_overlap(told, events, case, held, rank, busy)
-    return f"1 to 4 ranks, four placements, a window: off by {worst:.0e}; no key too many is sent"
+def travels(group, seed):
+    for title, held, first in placed(seed, (4, 3, 2, 1)):
+        for source, step in product(range(len(held)), range(len(held) + 1)):
+            given = {"held": held, "source": source, "step": step, "first": first}
+            yield f"{title}: of rank {source} in step {step}", ("travels", given, "the tokens")
 
 
-def check_ring_backward(lab, world, seed):
-    hint = "from the last step on: back goes what had come, and what went comes"
-    worst, (events, lengths) = 0, watch(lab, -1, hint)
-    for told, group, held, case in ring_cases(seed):
-        own, first = held[group.rank()], case.first
+def message_bytes(group, seed):
+    for title, held, first in placed(seed, (4, 3, 2, 1)):
+        for rank in range(len(held)):
+            given = {"held": held, "first": first, "rank": rank, "kv": 5, "g": 3, "d": 2}
+            given["itemsize"] = (8, 2)[rank % 2]
+            out = "bytes of the ring, bytes of Ulysses"
+            yield f"{title}, {given['itemsize']} bytes a number", ("message_bytes", given, out)
+
+
+# ---- Attention on ranks --------------------------------------------------------------------------
+
+EXCHANGES = "the list of exchanges by pass_on()"
+
+
+@contextmanager
+def watched(lab, eye, computing, hint):
+    """Note the exchanges of pass_on(): what they carry, and whether the rank computes meanwhile.
+
+    computing: the name of the function that computes; where no query sees a key that does not
+    count. Raises Wrong where an exchange is another than ours: it would hang.
+    """
+    events, exchanges, known = [], [], eye.right.get(EXCHANGES)
+    pass_on, compute = lab.pass_on, getattr(lab, computing)
+
+    def noting_pass_on(x, length, by, group):
+        wait, number, own = None, len(exchanges), (x.shape[-2], length, by)
+        if own[:2] != (0, 0):
+            exchanges.append(own)
+            right = own if known is None else known[number] if number < len(known) else "none"
+            if own != right:
+                text = f"pass_on() number {number} is {own}, (tokens sent, received, by), not"
+                raise Wrong(f"{text} {right}", hint)
+            events.append(f"begin {number}")
+        wait = pass_on(x, length, by, group)
+
+        def noting_wait():
+            events.append(f"wait {number}")
+            return wait()
+
+        return noting_wait if own[:2] != (0, 0) else wait
+
+    def noting_compute(*args, **kwargs):
+        given = inspect.signature(compute).bind(*args, **kwargs).arguments
+        if finished.visible(given["q_at"], given["k_at"], given["first"]).any():
+            events.append("compute")
+        return compute(*args, **kwargs)
+
+    with mock.patch.multiple(lab, pass_on=noting_pass_on, **{computing: noting_compute}):
+        yield
+    eye.note(EXCHANGES, exchanges)
+    waited = [i for i in range(len(exchanges)) if f"wait {i}" in events]
+    eye.note("exchanges that nobody waits for", Most(len(exchanges) - len(waited)))
+    spans = [events[events.index(f"begin {i}") : events.index(f"wait {i}")] for i in waited]
+    idle = Most(sum("compute" not in span for span in spans))
+    eye.note("exchanges during which nothing is computed", idle)
+
+
+def ring_cases(group, seed):
+    """Yield (what, held, this rank's tokens, case) of attention on one device."""
+    for (what, lengths), window in zip(packings(seed).items(), WINDOWS):
+        case = attention_case(seed, lengths, window)
+        for where, held in placements(lengths, group.size(), seed).items():
+            title = f"{what} {where} on {group.size()} ranks, window {window}"
+            yield title, held, held[group.rank()], case
+
+
+def see_ring_forward(given, lab, eye):
+    def call(*args):
+        out, lse, kept = lab.ring_forward(*args)
+        return out, lse, *kept
+
+    hint = "ring_forward() must pass on k and v together, once in a step: of the keys those that "
+    hint += "travels() names for the step after, and it receives what the previous rank sends on."
+    names = ["out", "lse", *(f"kept[{step}]" for step in range(len(given["held"])))]
+    with watched(lab, eye, "attend", hint):
+        eye.call(call, given, ", ".join(names))
+
+
+def ring_forward(group, seed):
+    for title, held, own, case in ring_cases(group, seed):
+        given = {"q": case.q[:, :, own], "k": case.k[:, own], "v": case.v[:, own]}
+        given |= {"held": held, "first": case.first, "group": group}
+        yield title, partial(see_ring_forward, given), {"out": case.out[:, :, own]}
+
+
+def see_ring_backward(given, lab, eye):
+    hint = (
+        "ring_backward() must pass back, from the last step to step 1, the gradients of the keys "
+    )
+    hint += "that had come in this step, and receive those of the keys that went on."
+    with watched(lab, eye, "attend_backward", hint):
+        eye.call(lab.ring_backward, given, "dq, dk, dv")
+
+
+def ring_backward(group, seed):
+    for title, held, own, case in ring_cases(group, seed):
         q, k, v, dout = case.q[:, :, own], case.k[:, own], case.v[:, own], case.dout[:, :, own]
-        out, lse, kept = finished.ring_forward(q, k, v, held, first, group)
-        delta = (dout * out).sum(-1)
-        mine = finished.attend_backward(q, k, v, dout, lse, delta, own, own, first)
-        hint = "of each step attend_backward()'s dk, dv, and what comes back for keys that went on"
-        lengths[:] = lengths_of(case, held, group.rank(), False)
-        events.clear()
-        call = lab.ring_backward, q, kept, out, lse, dout, held, first, group
-        given = {"q": q, "kept": kept, "out": out, "lse": lse, "dout": dout, "held": held}
-        with unchanged(**given, first=first), Traffic() as traffic:
-            found = tried(told, hint, *call)
-        triple = isinstance(found, tuple | list) and len(found) == 3
-        expect(triple, f"{told}: ring_backward() does not return three", "(dq, dk, dv)")
-        order = "from the last step on: back go gradients of what came, what went is waited for"
-        expect_all(told, events, lengths, order)
-        right = case.dq[:, :, own], case.dk[:, own], case.dv[:, own]
-        only = "the own queries' part alone: add what the next rank gives back"
-        hints = [{"dq of the own keys alone: add what every step gives": mine[0]}]
-        hints += [{only: part} for part in mine[1:]]
-        for name, one, other, known in zip(("dq", "dk", "dv"), found, right, hints):
-            call = close, f"{told}: {name}", one, other, known, hint
-            worst = max(worst, agreed(group, *call))
-        expect_sent(told, traffic, case, held, group.rank(), 0)
-    return f"1 to 4 ranks, four placements, a window: dq, dk, dv off by {worst:.0e}"
+        out, lse, kept = finished.ring_forward(q, k, v, held, case.first, group)
+        given = {"q": q, "kept": kept, "out": out, "lse": lse, "dout": dout}
+        given |= {"held": held, "first": case.first, "group": group}
+        right = {"dq": case.dq[:, :, own], "dk": case.dk[:, own], "dv": case.dv[:, own]}
+        yield title, partial(see_ring_backward, given), right
 
 
-def check_ulysses(lab, world, seed):
-    worst = 0
-    for told, group, held, case in ring_cases(seed):
-        rank, P, own = group.rank(), group.size(), held[group.rank()]
-        kv, s, order = len(case.k), len(case.first), torch.cat(held)
-        x, heads = drawn(seed + 3, kv, s, 2), slice(*split(kv, rank, P))
-        hint = "from rank r come (own heads, tokens of r, c): heads by split(), tokens by held"
-        mine = x[:, own]
-        with unchanged(x=mine, held=held), Traffic() as traffic:
-            found = tried(f"{told}: to_heads()", hint, lab.to_heads, mine, held, group)
-        came = x[heads][:, order]
-        hints = {"they come rank by rank: put the tokens in order": came}
-        hints["a token goes to its number: by the inverse of torch.cat(held)"] = came[:, order]
-        close(f"{told}: to_heads()", found, x[heads], hints, hint)
-        expect_one(f"{told}: to_heads()", traffic, mine.nbytes)
-        hint = "x[:, held[r]] go to rank r, heads first; as many heads come as split() gives each"
-        mine = x[heads]
-        with unchanged(x=mine, held=held), Traffic() as traffic:
-            found = tried(f"{told}: to_tokens()", hint, lab.to_tokens, mine, kv, held, group)
-        close(f"{told}: to_tokens()", found, x[:, own], None, hint)
-        expect_one(f"{told}: to_tokens()", traffic, mine.nbytes)
-        leaves = case.q[:, :, own], case.k[:, own], case.v[:, own]
-        leaves = [leaf.clone().requires_grad_() for leaf in leaves]
-        out = lab.ulysses_attention(*leaves, held, case.first, group)
-        worst = max(worst, close(f"{told}: attention", out.detach(), case.out[:, :, own]))
-        hint = "the backward needs AllToAll.apply, and no detach()"
-        expect(out.requires_grad, f"{told}: attention has no gradient", hint)
-        grads = gradients(out, case.dout[:, :, own], leaves)
-        right = case.dq[:, :, own], case.dk[:, own], case.dv[:, own]
-        for name, one, other in zip(("dq", "dk", "dv"), grads, right):
-            worst = max(worst, close(f"{told}: {name}", one, other, None, hint))
-    return f"1 to 4 ranks, 5 KV heads, any placement: attention and gradients off by {worst:.0e}"
+def ulysses(group, seed):
+    for title, held, own, case in ring_cases(group, seed):
+        kv = len(case.k)
+        x, heads = (
+            drawn(seed + 3, kv, len(case.first), 2),
+            slice(*split(kv, group.rank(), len(held))),
+        )
+        given = {"x": x[:, own].requires_grad_(), "held": held, "group": group}
+        yield title, ("to_heads", given, "own heads"), {"own heads": x[heads]}
+        given = {"x": x[heads].clone().requires_grad_(), "kv": kv, "held": held, "group": group}
+        yield title, ("to_tokens", given, "own tokens"), {"own tokens": x[:, own]}
+        given = {"q": case.q[:, :, own], "k": case.k[:, own], "v": case.v[:, own]}
+        given = {name: leaf.requires_grad_() for name, leaf in given.items()}
+        given |= {"held": held, "first": case.first, "group": group}
+        right = {"attention": case.out[:, :, own], "the gradient of q": case.dq[:, :, own]}
+        right |= {"the gradient of k": case.dk[:, own], "the gradient of v": case.dv[:, own]}
+        yield title, ("ulysses_attention", given, "attention", [case.dout[:, :, own]]), right
 
 
-def check_bytes(lab, world, seed):
-    for told, group, held, case in ring_cases(seed):
-        rank, own = group.rank(), held[group.rank()]
-        kv, g, _, d = case.q.shape
-        leaves = case.q[:, :, own], case.k[:, own], case.v[:, own]
-        leaves = [leaf.clone().requires_grad_() for leaf in leaves]
-        counted = []
-        for way in finished.RingAttention.apply, finished.ulysses_attention:
-            with Traffic() as traffic:
-                way(*leaves, held, case.first, group).sum().backward()
-            counted.append(traffic.bytes("send") + traffic.bytes("all_to_all"))
-        for itemsize in 8, 2:
-            args = held, case.first, rank, kv, g, d, itemsize
-            with unchanged(held=held, first=case.first):
-                found = lab.message_bytes(*args)
-            pair = isinstance(found, tuple | list) and len(found) == 2
-            expect(pair, f"{told}: message_bytes() returns {found}", "(ring, Ulysses)")
-            for part, way in enumerate(("the ring", "Ulysses")):
-                right = counted[part] * itemsize // 8
-                if found[part] != right:
-                    hint = usual_hint(MISTAKES, finished.message_bytes, args, found[part], part)
-                    problem = f"{found[part]} bytes of {way}, not {right}"
-                    raise Wrong(f"{told}, {itemsize} bytes a number: {problem}", hint)
-    return "1 to 4 ranks, four placements, a window: both as counted, to the byte"
+# ---- The loss ------------------------------------------------------------------------------------
 
 
-def check_loss(lab, world, seed):
-    worst, ways = 0, {"ring": lab.RingAttention.apply, "Ulysses": lab.ulysses_attention}
-    for group, rank, P in members(groups_of_all_sizes()):
-        few = {"no target at all": [1] * 12, "targets of one rank": [1] * 9 + [3]}
-        for what, lengths in (packings(seed) | few).items():
-            labels = finished.targets(packed_ids(lengths, seed), END)
-            for where, held in placements(lengths, P, seed).items():
-                expect_loss(lab, f"{what} {where} on {P} ranks", labels, held[rank], group, seed)
-        lengths = packings(seed)["documents of many lengths"]
-        for i, (family, way) in enumerate(zip(FAMILIES, ("ring", "Ulysses", "ring"))):
-            where, held = [*placements(lengths, P, seed).items()][(i + P) % 4]
-            told = f"{family} {where} on {P} ranks, {way}"
-            case = family, ways[way], lengths, held, group, seed
-            worst = max(worst, expect_model(lab, told, *case))
-    return f"summands, gradients; whole models on 1 to 4 ranks, every gradient off by {worst:.0e}"
+def see_model(family, way, *case):
+    def see(lab, eye):
+        apply = lab.RingAttention.apply if way == "ring" else lab.ulysses_attention
+        errors = model_errors(lab, family, apply, *case)
+        off = [name for name, error in errors.items() if not error <= EXACT]
+        eye.note("the list of tensors that are off", off)
+        _, elsewhere = gradient_elsewhere(lab, family, apply, *case)
+        eye.note("a gradient in another document's embeddings is there", bool(elsewhere.any()))
+
+    return see
 
 
-CHECKS = {
-    "documents": (check_documents, 1),
-    "mask": (check_mask, 1),
-    "work": (check_work, 1),
-    "by_document": (check_by_document, 1),
-    "by_work": (check_by_work, 1),
-    "tiles": (check_tiles, 1),
-    "travels": (check_travels, 1),
-    "ring_forward": (check_ring_forward, 4),
-    "ring_backward": (check_ring_backward, 4),
-    "ulysses": (check_ulysses, 4),
-    "bytes": (check_bytes, 4),
-    "loss": (check_loss, 4),
-}
+def loss(group, seed):
+    P, rank = group.size(), group.rank()
+    few = {"no target at all": [1] * 12, "targets of one rank": [1] * 9 + [3]}
+    for what, lengths in (packings(seed) | few | {"3,001 targets": [3002]}).items():
+        labels = finished.targets(packed_ids(lengths, seed), END)
+        logits = drawn(seed, len(labels), VOCAB)
+        for where, held in placements(lengths, P, seed).items():
+            x, own = logits[held[rank]].requires_grad_(), labels[held[rank]]
+            right = F.cross_entropy(x, own, reduction="sum", ignore_index=IGNORE).detach()
+            right = {"the summand": right / (labels != IGNORE).sum().clamp(min=1)}
+            given = {"logits": x, "labels": own, "group": group}
+            call = "mean_loss", given, "the summand", [torch.ones((), dtype=x.dtype)]
+            yield f"{what} {where} on {P} ranks", call, right
+    lengths = packings(seed)["documents of many lengths"]
+    family, way = [*FAMILIES][P % 3], "ring" if P % 2 else "Ulysses"
+    where, held = [*placements(lengths, P, seed).items()][P % 4]
+    see = see_model(family, way, lengths, held, group, seed)
+    right = {"the list of tensors that are off": []}
+    yield f"{family} {where} on {P} ranks, {way}", see, right
 
 
-# Bugs for --inject-bug: the checks have to catch every one
-
-
-def dropped_document_mask(lab):
-    """The mask of documents is dropped: every query sees all that lies before it."""
-    right = lab.first_seen
-    lab.first_seen = lambda position, window: right(torch.arange(len(position)), window)
-
-
-def local_documents(lab):
-    """Each rank takes its own tokens for the whole sequence: a document begins with its first."""
-    right = lab.ring_forward
-
-    def ring_forward(q, k, v, held, first, group):
-        first = first.clone()
-        for at in held:
-            first[at] = first[at].clamp(min=at[0])
-        return right(q, k, v, held, first, group)
-
-    lab.ring_forward = ring_forward
-
-
-def everything_travels(lab):
-    """All keys go round the whole ring: results are right, and bytes grow with the length."""
-    lab.travels = lambda held, source, step, first: held[source][: len(first) * (step < len(held))]
-
-
-BUGS = [dropped_document_mask, local_documents, everything_travels]
+ALONE = documents, mask, work, by_document, by_work, tiles, travels
+RANKS = ring_forward, ring_backward, ulysses
+EXERCISES = {cases.__name__: (cases, 1) for cases in ALONE}
+EXERCISES |= {cases.__name__: (cases, 4, GROUPS) for cases in RANKS}
+EXERCISES |= {"bytes": (message_bytes, 1), "loss": (loss, 4, GROUPS)}
+CHECKS, BUGS = checks(EXERCISES, finished, EXACT)
