@@ -8,7 +8,7 @@
     | return x                                     "| ..." in the place of a region of ours
     # total() must ...                             and its hint
     the gradient of x: total() ...                 the hint for all else that is wrong in this,
-    TakeRows.apply: TakeRows ...                   or for errors in this function
+    TakeRows.apply: TakeRows ...                   or for errors in this function, or case
     total() gives ...                              last: the hint for all the rest
 
 A hint is a sentence, and it names the function.

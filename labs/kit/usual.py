@@ -1,15 +1,15 @@
-"""What labs 7 to 17 share: hints by usual mistakes, memory that is alive.
+"""What labs 7 to 17 share: hints by usual mistakes.
 
 A usual mistake is a part of a finished function's text, and what stands there instead. The result
 with the mistake is compared with the learner's. Who changes a finished exercise has to change its
 mistakes, too, because mistaken() refuses a part that is not there.
 """
 
-import time
 from contextlib import suppress
 
 import torch
 
+from labs.kit.alive import bytes_alive  # noqa: F401 - for lab 7
 from labs.kit.compare import mistaken
 from labs.kit.harness import Wrong, expect_close, relative_error
 
@@ -63,18 +63,3 @@ def close_or_usual(what, mine, right, *usual, tolerance=1e-10):
     except Wrong as wrong:
         mistakes, function, args, *part = usual
         raise Wrong(wrong.found, usual_hint(mistakes, function, args, mine, *part)) from None
-
-
-def bytes_alive(storages, most, seconds=3.0):
-    """The bytes of storages [weak references] that exist; waits up to `seconds` for at most `most`.
-
-    gloo's own thread holds what it has sent or gathered for a moment longer than wait() takes.
-    """
-    end = time.monotonic() + seconds
-    while True:
-        there = [storage for reference in storages if (storage := reference()) is not None]
-        nbytes = sum({storage._cdata: storage.nbytes() for storage in there}.values())
-        if nbytes <= most or time.monotonic() > end:
-            return nbytes
-        del there
-        time.sleep(0.001)
