@@ -1,10 +1,9 @@
-"""Lab 10's checks, each of which runs on every rank, and the bugs that they have to catch.
+"""Lab 10's exercises: their cases. In float64, so that only a mistake is off by more than 1e-10.
 
-In float64, so that nothing but a mistake is off. Memory is counted in tensors
-that are alive, and in runs of a block, never in seconds.
+Memory is counted in tensors that are alive, and in runs of a block, never in seconds.
 """
 
-import time
+import itertools
 import weakref
 from functools import partial
 
@@ -14,82 +13,73 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+from transformers import LlamaConfig
 
-from labs.kit.alive import Alive
-from labs.kit.compare import close, drawn, expect_same, mistaken, tried
-from labs.kit.harness import Traffic, expect
-from labs.lab10_long_sequences.memory import check_predict, finished, gradients
+from labs.kit.alive import Alive, bytes_alive
+from labs.kit.compare import drawn
+from labs.kit.eye import Most
+from labs.kit.harness import Traffic
+from labs.kit.judge import checks
+from labs.lab10_long_sequences import lesson as finished  # not the learner's
 
-IGNORE = finished.IGNORE
-
-
-COUNT, SPLIT = "(targets != IGNORE).sum()", "targets.split(size, 1)"
-MEANS = "add up the chunks' sums, and divide once by all targets: no mean of means"
-LOSS = {  # hint: (a part of chunked_loss(), what usually stands there instead), ...
-    "the target of a token is the next one": [("labels[:, 1:], (0, 1)", "labels, (0, 0)")],
-    "the last token has no target: IGNORE, not the sequence's first token": [
-        ("F.pad(labels[:, 1:], (0, 1), value=IGNORE)", "labels.roll(-1, 1)")
-    ],
-    "what is padded has no target: IGNORE": [("value=IGNORE", "value=0")],
-    "divide by the number of targets, not of tokens": [(COUNT, "targets.numel()")],
-    "return a mean: divide by the number of targets": [(f" / {COUNT}", "")],
-    "count the shifted targets: a first label is nobody's target": [
-        (COUNT, "(labels != IGNORE).sum()")
-    ],
-    "the last chunk is shorter, and counts": [(SPLIT, f"{SPLIT}[: labels.shape[1] // size]")],
-    MEANS: [
-        (COUNT, f"len({SPLIT})"),
-        ("reentrant=False)", "reentrant=False) / (t != IGNORE).sum().clamp(min=1)"),
-    ],
-    "shift before you split: a chunk's last token has a target in the next": [
-        (COUNT, "sum((t[:, 1:] != IGNORE).sum() for t in labels.split(size, 1)).clamp(min=1)"),
-        (SPLIT, "[F.pad(t[:, 1:], (0, 1), value=IGNORE) for t in labels.split(size, 1)]"),
-    ],
-}
+IGNORE, VOCAB = finished.IGNORE, 500
 
 
-def check_chunked_loss(lab, group, seed):
-    head = nn.Linear(6, 500, bias=False).double()
+def gradients(loss, tensors):
+    """The gradients of a loss, by backward(), as tiles need it; zeros where there are none."""
+    loss.backward()
+    found = [torch.zeros_like(t) if t.grad is None else t.grad.clone() for t in tensors]
+    for tensor in tensors:
+        tensor.grad = None
+    return found
+
+
+def enough(nbytes, limit):
+    """What is noted of bytes of which `limit` is no mistake."""
+    return Most(max(nbytes, int(limit)))
+
+
+# ---- The loss in chunks --------------------------------------------------------------------------
+
+
+def chunked_loss(group, seed):
+    torch.manual_seed(seed)
+    head = nn.Linear(6, VOCAB, bias=False).double()
+
+    def see(hidden, labels, chunk, lab, eye):
+        (b, s), x, ids = labels.shape, hidden.clone().requires_grad_(), labels.clone()
+        logits = 8 * VOCAB * max(chunk, b)
+        with Alive() as alive:
+            loss = lab.chunked_loss(head, x, ids, chunk)
+            kept, peak = alive.now(), alive.peak
+            eye.note("the loss", loss)
+            found = gradients(loss, [x, head.weight])
+        for name, grad in zip(("hidden", "head.weight"), found):
+            eye.note(f"the gradient of {name}", grad)
+        eye.note("hidden is overwritten", not torch.equal(x, hidden))
+        eye.note("labels is overwritten", not torch.equal(ids, labels))
+        if chunk < b * s:
+            name = "bytes alive at the peak of the forward"
+            eye.note("bytes kept for the backward", enough(kept, 4 * VOCAB * b * s))
+            eye.note(name, enough(peak, 3 * logits + 10_000))
+            name = "bytes alive at the peak of the backward"
+            eye.note(name, enough(alive.peak, 4 * logits + 60_000))
+
     for b, s in (2, 31), (1, 16), (3, 5):
+        hidden = drawn(seed, b, s, 6).requires_grad_()
+        labels = torch.randint(VOCAB, (b, s), generator=torch.Generator().manual_seed(seed))
+        labels[0, s // 2 :] = IGNORE  # so that chunks have different numbers of targets
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
+        loss = F.cross_entropy(head(hidden).mT, targets)
+        dx, dw = gradients(loss, [hidden, head.weight])
+        right = {"the loss": loss.detach(), "the gradient of hidden": dx}
         for chunk in 8, 1, b * s - 1, b * s, b * s + 1:
-            follow_chunks(lab, head, b, s, chunk, seed)
-    return "15 shapes, uneven targets: loss and gradients to 1e-10; the logits of a chunk alone"
+            title = f"{b} x {s} tokens in chunks of {chunk}"
+            see_one = partial(see, hidden.detach(), labels, chunk)
+            yield title, see_one, right | {"the gradient of head.weight": dw}
 
 
-def follow_chunks(lab, head, b, s, chunk, seed):
-    """The loss, its gradients and the logits alive, of (b, s) tokens in chunks."""
-    hidden = drawn(seed, b, s, 6).requires_grad_()
-    labels = torch.randint(500, (b, s), generator=torch.Generator().manual_seed(seed))
-    labels[0, s // 2 :] = IGNORE  # so that chunks have different numbers of targets
-    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
-    logits, before = head(hidden), [labels.clone(), hidden.detach().clone()]
-    right = F.cross_entropy(logits.mT, targets)
-    call = head, hidden.detach(), labels, chunk
-    usual = {hint: mistaken(finished.chunked_loss, *parts) for hint, parts in LOSS.items()}
-    hints = {hint: wrong(*call).detach() for hint, wrong in usual.items()}
-    wanted = gradients(right, [hidden, head.weight])
-    what, logits = f"the loss of {b} x {s} tokens in chunks of {chunk}", 8 * 500 * max(chunk, b)
-    with Alive() as alive:
-        hint = "chunk // b tokens of each sequence, at least 1; all chunks, the last one shorter"
-        mine = tried(what, hint, lab.chunked_loss, head, hidden, labels, chunk)
-        kept, peak = alive.now(), alive.peak
-        nothing = "0 / 0: a chunk may be without targets; divide once, by all of them"
-        hint = "the next token is the target; all chunks' sums, divided by the number of targets"
-        expect(getattr(mine, "requires_grad", True), f"{what}: no gradient", "no detach(), item()")
-        close(what, mine, right.detach(), hints, hint if mine.isfinite() else nothing)
-        found = gradients(mine, [hidden, head.weight])
-    for name, x, y in zip(("hidden", "head"), found, wanted):
-        hint = "each chunk runs again with its own hidden and targets; nothing is detached"
-        close(f"{what}: the gradient of {name}", x, y, None, hint)
-    expect_same(f"{what}: labels or hidden", [labels, hidden], before)
-    if chunk < b * s:
-        hint = "run a chunk again in the backward: checkpoint(..., use_reentrant=False)"
-        expect(kept < 4 * 500 * b * s, f"{what}: logits stay alive for the backward", hint)
-        hint = "chunk counts the tokens of all sequences together: chunk // b of each"
-        expect(peak <= 3 * logits + 10_000, f"{what}: more logits than those of a chunk", hint)
-        hint = "a checkpoint for each chunk: one for all of them makes all logits again at once"
-        most, found = 4 * logits + 60_000, f"{what}: in the backward {alive.peak} bytes of logits"
-        expect(alive.peak <= most, found, hint)
+# ---- Tiles ---------------------------------------------------------------------------------------
 
 
 class Counted(nn.Module):
@@ -100,271 +90,229 @@ class Counted(nn.Module):
         self.up, self.down, self.tokens = nn.Linear(h, 40), nn.Linear(40, out), []
         self.calls = []  # of hooks: all of them, if the module itself is called
         self.register_forward_pre_hook(lambda *_: self.calls.append(1))
+        self.double()
 
     def forward(self, x):
         self.tokens.append(x.shape[-2])
         return self.down(F.gelu(self.up(x)))
 
 
-def check_tiled(lab, group, seed):
-    torch.manual_seed(seed)
-    cases = ((2, 13, 6), 6, 5), ((1, 8, 6), 9, 4), ((1, 5, 6), 4, 4)  # whole tiles; one token more
-    for shape, out, size in (*cases, ((2, 3, 7, 6), 5, 3), ((3, 4, 6), 6, 1)):
-        block, most = Counted(6, out).double(), size * shape[0] + shape[0] - 1
-        for recomputed in False, True:
-            follow_tiles(lab, block, shape, size, lab.Tiled(block, most), recomputed, seed)
-        x, whole = drawn(seed, *shape).requires_grad_(), shape[0] * shape[-2]
-        for tokens, right in (whole, 1), (whole + 5, 1), (whole - 1, 2), (0, shape[-2]):
-            block.tokens.clear()
-            hint = "tiles are of dim -2, tokens // b of each sequence, 1 at least"
-            y = tried(f"x {shape} in tiles of {tokens} tokens", hint, lab.Tiled(block, tokens), x)
-            found = f"x {shape} in tiles of {tokens} tokens of all sequences: {block.tokens}"
-            expect(len(block.tokens) == right, f"{found}, not {right} runs", hint)
-            y.sum().backward()
-            hint = "where all tokens are one tile the block runs as it is, and once"
-            expect(right > 1 or len(block.tokens) == 1, f"{found} with the backward", hint)
-    check_tiles_alive(lab, seed)
-    return "5 shapes, alone and recomputed: gradients to 1e-10, each tile twice, a tile alive"
+class Rounded(Counted):
+    """One whose output is float32, of a float64 input."""
+
+    def forward(self, x):
+        self.tokens.append(x.shape[-2])
+        return x.float()
 
 
-def follow_tiles(lab, block, shape, size, tiled, recomputed, seed):
-    """Two forwards, then their backward: output, gradients and runs, in tiles of a size."""
-    out, names = block.down.out_features, [n for n, _ in block.named_parameters()]
-    xs, dys = ([drawn(seed + i, *shape[:-1], w) for i in (0, 1)] for w in (shape[-1], out))
-    what = f"x {shape} in tiles of {size} tokens, {'recomputed' if recomputed else 'alone'}"
-    given = [x.clone().requires_grad_() for x in xs]
-    tensors = [*given, *block.parameters()]
-    right = [block(x) for x in given]
-    wanted = gradients(sum((y * dy).sum() for y, dy in zip(right, dys)), tensors)
+def see_tiles(block, xs, dys, tokens, recomputed, lab, eye):
+    """Two forwards, then their backward."""
     block.tokens.clear(), block.calls.clear()
-    hint = "tiles are of dim -2, tokens // b of each sequence, the last one shorter; y is as wide"
-    hint += " as the block gives it"
-    run = partial(checkpoint, tiled, use_reentrant=False) if recomputed else tiled
-    mine = [tried(what, hint, run, x) for x in given]
-    expect(max(block.tokens) == size, f"{what}: a tile of {max(block.tokens)}", hint)
-    for y, other in zip(mine, right):
-        expect(y.dtype == other.dtype, f"{what}: the output is {y.dtype}", "y.new_empty(...)")
-        close(f"{what}: the output", y.detach(), other.detach(), None, hint)
-        expect(y.requires_grad, f"{what}: the output has no gradient", "RunTiles.apply(x, ...)")
-    hint = "grad mode is off in a Function: torch.enable_grad() around the block, of a tile that"
-    hint += " requires grad; x is what KeepInput saved"
-    loss = sum((y * dy).sum() for y, dy in zip(mine, dys))
-    found = tried(f"{what}: the backward", hint, gradients, loss, tensors)
-    adds = "each tile's backward() adds to the weights' gradients: y.backward(dy)"
-    other = "each forward has an x of its own: its tiles, its dy, its place in dx"
-    for name, x, right in zip(("dx", "the second dx", *names), found, wanted):
-        hints = {adds: torch.zeros_like(right)}
-        close(f"{what}: the gradient of {name}", x, right, hints, other)
-    expect_same(f"{what}: x", given, xs)
-    hint, runs = "once forward, once backward for each tile", 4 * -(-shape[-2] // size)
-    if recomputed:
-        hint = "keep x by KeepInput, before the tiles run: the recomputation stops there"
-    found = f"{what}: the block runs {len(block.tokens) / 2:g} times, not {runs // 2}"
-    expect(len(block.tokens) == runs, found, hint)
-    hint = "call the block, self.block(tile): its hooks are a part of it"
-    expect(len(block.calls) == runs, f"{what}: {len(block.calls)} of {runs} runs of hooks", hint)
+    given = [x.clone().requires_grad_() for x in xs]
+    run = lab.Tiled(block, tokens)
+    run = partial(checkpoint, run, use_reentrant=False) if recomputed else run
+    ys = [run(x) for x in given]
+    for name, y in zip(("the output", "the second output"), ys):
+        eye.note(name, y)
+    eye.note("the largest tile, in tokens", max(block.tokens))
+    wanted = dict(zip(("x", "the second x"), given)) | dict(block.named_parameters())
+    found = gradients(sum((y * dy).sum() for y, dy in zip(ys, dys)), [*wanted.values()])
+    for name, grad in zip(wanted, found):
+        eye.note(f"the gradient of {name}", grad)
+    eye.note("x is overwritten", not all(map(torch.equal, given, xs)))
+    eye.note("runs of the block in two forwards and backwards", len(block.tokens))
+    eye.note("runs of the block's hooks", len(block.calls))
 
 
-def check_tiles_alive(lab, seed):
+def tiled(group, seed):
+    torch.manual_seed(seed)
+    shapes = ((2, 13, 6), 6, 5), ((1, 8, 6), 9, 4), ((1, 5, 6), 4, 4), ((2, 3, 7, 6), 5, 3)
+    for shape, out, size in *shapes, ((3, 4, 6), 6, 1):
+        b, whole, block = shape[0], shape[0] * shape[-2], Counted(6, out)
+        xs, dys = ([drawn(seed + i, *shape[:-1], width) for i in (0, 1)] for width in (6, out))
+        given = [x.clone().requires_grad_() for x in xs]
+        ys = [block(x) for x in given]
+        names = ["x", "the second x", *dict(block.named_parameters())]
+        loss = sum((y * dy).sum() for y, dy in zip(ys, dys))
+        found = gradients(loss, [*given, *block.parameters()])
+        right = {f"the gradient of {name}": grad for name, grad in zip(names, found)}
+        right |= {"the output": ys[0].detach(), "the second output": ys[1].detach()}
+        most = size * b + b - 1
+        for recomputed, tokens in itertools.product((False, True), (most, whole, whole - 1, 0)):
+            title = f"x {shape} in tiles of {tokens} tokens{', recomputed' * recomputed}"
+            yield title, partial(see_tiles, block, xs, dys, tokens, recomputed), right
+    yield "a block that gives float32", partial(see_tiles, Rounded(6, 6), xs, dys, 6, False)
+    for way in "without a graph", "alone", "recomputed":
+        yield f"64 tiles, {way}", partial(see_tiles_alive, Counted(6, 5), way, seed)
+
+
+def see_tiles_alive(block, way, seed, lab, eye):
     """What is alive between forward and backward, and at most in the backward: 64 tiles of 4."""
-    block, x = Counted(6, 5).double(), drawn(seed, 1, 256, 6).requires_grad_()
-    tiled = lab.Tiled(block, 4)
+    run, x = lab.Tiled(block, 4), drawn(seed, 1, 256, 6).requires_grad_()
     weights, tile = sum(p.nbytes for p in block.parameters()), 4 * 40 * 8
-    graph = "a tile's intermediates are not for the backward: no graph in the forward"
-    attribute = "save_for_backward keeps x where a recomputed layer can drop it; ctx.x = x stays"
-    cases = [("with grad mode off", 0, "nothing is for a backward"), ("alone", x.nbytes, graph)]
-    for what, own, hint in [*cases, ("recomputed", 0, attribute)]:
-        with Alive() as alive, torch.set_grad_enabled(own > 0 or hint == attribute):
-            run = partial(checkpoint, use_reentrant=False) if hint == attribute else apply
-            y = run(lambda x: tiled(2 * x), x)
-            kept, most = alive.now(), own + y.nbytes
-            found = f"{what}: {kept} bytes stay alive behind the forward, {most} do"
-            expect(kept < most + x.nbytes / 2, found, hint)
-            if y.requires_grad:
-                alive.peak = 0
-                y.backward(torch.ones_like(y))
-        most = 7 * x.nbytes + 2 * y.nbytes + 2 * weights + 12 * tile
-        found = f"{what}: {alive.peak} bytes at the peak of the backward: use {most}"
-        hint = "each tile's y.backward(dy) before the next tile runs, not one graph of them all"
-        expect(alive.peak <= most, found, hint)
+    with Alive() as alive, torch.set_grad_enabled(way != "without a graph"):
+        if way == "recomputed":
+            y = checkpoint(lambda x: run(2 * x), x, use_reentrant=False)
+        else:
+            y = run(2 * x)
+        own = x.nbytes if way == "alone" else 0
+        kept = alive.now() - own - y.nbytes
+        eye.note("bytes that stay alive behind the forward", enough(kept, x.nbytes / 2))
+        alive.peak = 0
+        if y.requires_grad:
+            y.backward(torch.ones_like(y))
+    most = 7 * x.nbytes + 2 * y.nbytes + 2 * weights + 12 * tile
+    eye.note("bytes alive at the peak of the backward", enough(alive.peak, most))
 
 
-def apply(function, *args):
-    return function(*args)
-
+# ---- What is kept --------------------------------------------------------------------------------
 
 SAVE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE, True
-KNOWN = bool, CheckpointPolicy
 
 
-def check_policy(lab, group, seed):
+def policy(group, seed):
     aten = torch.ops.aten
     column, row, other = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
     column.load_state_dict(row.state_dict())  # the same numbers, another parameter
     x, bias, q = torch.randn(3, 4), torch.randn(4), torch.randn(1, 2, 8, 8)
-    policy = partial(lab.keep_expensive, (other, row), None)
-    hint = "row_parallel: a partial sum is as large as x of all ranks; is it the weight's _base?"
-    last = "addmm's last argument is the weight, as mm's is"
-    rest = "EXPENSIVE lists what is kept, by operation.name(); all else runs again"
-    same = "EXPENSIVE has operation.name(); a product is row parallel if its weight is (`is`) one "
-    same += "of these, not if numbers agree"
-    cases = [
-        ("a product", True, same, aten.mm.default, x, column.weight.t()),
-        ("a product with bias", True, same, aten.addmm.default, bias, x, column.weight.t()),
-        ("o_proj's product", False, hint, aten.mm.default, x, other.weight.t()),
-        ("down_proj's product", False, hint, aten.mm.default, x, row.weight.t()),
-        ("o_proj's product with bias", False, last, aten.addmm.default, bias, x, row.weight.t()),
-    ]
-    cases += [("silu", False, rest, aten.silu.default, x)]
-    cases += [("a product of each number", False, rest, aten.mul.Tensor, x, x)]
-    cases += [("a sum", False, rest, aten.sum.dim_IntList, x, [1])]  # the last argument: no tensor
-    cases += [("a batch of products", False, rest, aten.bmm.default, q[0], q[0])]
+    calls = {
+        "a product": (aten.mm.default, x, column.weight.t()),
+        "a product with bias": (aten.addmm.default, bias, x, column.weight.t()),
+        "o_proj's product": (aten.mm.default, x, other.weight.t()),
+        "down_proj's product": (aten.mm.default, x, row.weight.t()),
+        "o_proj's product with bias": (aten.addmm.default, bias, x, other.weight.t()),
+        "silu": (aten.silu.default, x),
+        "a product of each number": (aten.mul.Tensor, x, x),
+        "a sum": (aten.sum.dim_IntList, x, [1]),  # the last argument is no tensor
+        "a batch of products": (aten.bmm.default, q[0], q[0]),
+    }
     for name in finished.EXPENSIVE[2:-1]:  # attention, in each of torch's ways
-        call = getattr(aten, name.removeprefix("aten::")).default
-        cases += [(name, True, "attention is expensive: EXPENSIVE lists it", call, q, q, q)]
-    for name, keep, hint, *call in cases:
-        found = tried(name, "args[-1] is a weight in a product alone", policy, *call)
-        text = f"{name}: {found} is neither a CheckpointPolicy nor a bool"
-        expect(isinstance(found, KNOWN), text, "MUST_SAVE or PREFER_RECOMPUTE, in every case")
-        expect((found in SAVE) == keep, f"{name} is {'not kept' if keep else 'kept'}", hint)
-        with torch.no_grad():
-            found = policy(*call)
-        hint = "without a graph (torch.is_grad_enabled()) nobody asks for it: a tile runs anew"
-        expect(found not in SAVE, f"{name} inside a tile is kept", hint)
-    return "products and attention kept, but for row parallel ones and what runs in tiles"
+        calls[name] = getattr(aten, name.removeprefix("aten::")).default, q, q, q
+
+    def see(grad, lab, eye):
+        for name, call in calls.items():
+            with torch.set_grad_enabled(grad):
+                found = lab.keep_expensive((other, row), None, *call)
+            known = isinstance(found, bool | CheckpointPolicy)
+            eye.note(f"keep_expensive() of {name} gives a policy or a bool", known)
+            eye.note(f"{name} is kept", found in SAVE)
+
+    yield "in a layer", partial(see, True)
+    yield "in a tile, without a graph", partial(see, False)
 
 
-def check_offloaded(lab, group, seed):
-    sent, back, runs = [], [], []
+def offloaded(group, seed):
+    def see(grad, lab, eye):
+        sent, back, runs = [], [], []
 
-    def hooks():
         def pack(x):
-            sent.append(x.shape)
+            sent.append(1)
             return x.detach().clone()
 
         def unpack(x):
-            back.append(x.shape)
+            back.append(1)
             return x
 
-        return saved_tensors_hooks(pack, unpack)
+        def layer(x, scale, number):
+            runs.append(1)
+            return (x * x * scale).sin().exp() * number
 
-    def layer(x, scale, number):
-        runs.append(1)
-        return (x * x * scale).sin().exp() * number
+        leaves = [drawn(seed + i, 3, 4).requires_grad_() for i in (0, 1)]
+        hooks = partial(saved_tensors_hooks, pack, unpack)
+        with torch.set_grad_enabled(grad):
+            there = weakref.ref(x := leaves[0] * 3)
+            y = lab.offloaded(hooks, layer, x, leaves[1], 2)
+        eye.note("tensors that went to the host", len(sent))
+        eye.note("the output", y)
+        del x
+        eye.note("an input is on the device, too", there() is not None)
+        if grad:
+            for name, found in zip(("x", "the second input"), gradients(y.sum(), leaves)):
+                eye.note(f"the gradient of {name}", found)
+        eye.note("tensors that came back", len(back))
+        eye.note("runs of the layer", len(runs))
 
-    leaves = [drawn(seed + i, 3, 4).requires_grad_() for i in (0, 1)]
-    right = layer(leaves[0] * 3, leaves[1], 2)
-    wanted, runs[:] = gradients(right.sum(), leaves), []
-    there = weakref.ref(x := leaves[0] * 3)
-    hint = "checkpoint(function, *args) inside `with hooks():` keeps function's inputs alone"
-    y = tried("offloaded()", hint, lab.offloaded, hooks, layer, x, leaves[1], 2)
-    expect(y is not None, "offloaded() returns None", hint)
-    what = f"{len(sent)} tensors went to the host, not the 2 inputs alone"
-    expect(sent == 2 * [x.shape], what, hint)
-    del x
-    hint = "nothing else may hold an input: no lambda, no partial, no list around it"
-    expect(there() is None, "an input is on the device, too", hint)
-    close("the output", y.detach(), right.detach())
-    same = "function runs again with the args that were given, none of them detached"
-    found = tried("the backward", same, gradients, y.sum(), leaves)
-    for name, a, b in zip(("x", "the second input"), found, wanted):
-        close(f"the gradient of {name}", a, b, None, same)
-    expect(len(back) == 2, f"{len(back)} tensors came back, not 2")
-    expect(len(runs) == 2, f"the layer ran {len(runs)} times, not twice", hint)
-    with torch.no_grad():
-        lab.offloaded(hooks, layer, *leaves, 2)
-    expect(len(sent) == 2, "with grad mode off tensors go to the host", "no backward asks for them")
-    return "the inputs alone go to the host and come back; the layer runs again"
+    yield "with a backward", partial(see, True)
+    yield "with grad mode off", partial(see, False)
 
 
-def check_chunks_of_heads(lab, group, seed):
-    pairs = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
-    group, peaks = pairs[group.rank() % 2], {}
-    d, h, P = 8, 16, group.size()
+def predict(group, seed):
+    def see(config, tokens, lab, eye):
+        parts = None, 48, tokens, tokens + 9
+        for way in itertools.product((8, 2), ("full", "none"), parts, parts):
+            found = lab.predict_peak(config, tokens, *way)
+            eye.note(f"what predict_peak() gives with {way}", sorted(found))
+            for key, nbytes in found.items():
+                itemsize, recompute, tile, chunk = way
+                where = f"{recompute}, tile {tile}, chunk {chunk}, {itemsize} bytes a number"
+                eye.note(f"{key}, {where},", nbytes)
+
+    for tied, (L, h, i, v) in itertools.product((True, False), ((3, 8, 20, 900), (5, 12, 70, 40))):
+        sizes = {"num_hidden_layers": L, "hidden_size": h, "intermediate_size": i, "vocab_size": v}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": tied}
+        for tokens in 64, 1000:
+            title = f"{tokens} tokens, h {h}, i {i}, v {v}{', tied' * tied}"
+            yield title, partial(see, LlamaConfig(**sizes, **heads), tokens)
+
+
+# ---- Ulysses by chunks of heads ------------------------------------------------------------------
+
+WEIGHTS = "q_weight", "k_weight", "v_weight"
+
+
+def see_heads(x, weights, dy, d, group, lab, eye):
+    """Values, messages and memory of 1, 3 and 6 chunks of heads."""
+    peaks = {}
+    for chunks in 1, 3, 6:
+        what = f"{chunks} chunk{'s' * (chunks > 1)} of heads"
+        own = [t.clone().requires_grad_() for t in (x, *weights)]
+        with Alive() as alive, Traffic() as traffic:
+            y = lab.attend_by_chunks(*own, d, chunks, group)
+        forward, most = alive.peak, int(2.5 * dy.nbytes)
+        left = bytes_alive(alive.storages.valuerefs(), most, 1)
+        eye.note(f"{what}: y", y)
+        eye.note(f"{what}: all-to-alls in the forward", traffic.ops.get("all_to_all", [0])[0])
+        eye.note(f"{what}: bytes alive until the backward", enough(left, most))
+        if not eye.together(y.shape == dy.shape and y.requires_grad):
+            eye.note("skipped", None)
+            return
+        alive.peak = 0
+        with alive:
+            found = gradients((y * dy).sum(), own)
+        peaks[chunks] = forward, alive.peak
+        for name, grad in zip(("x", *WEIGHTS), found):
+            eye.note(f"{what}: the gradient of {name}", grad)
+        same = all(map(torch.equal, own, (x, *weights)))
+        eye.note(f"{what}: x, or a weight, is overwritten", not same)
+    for phase, many, one in zip(("forward", "backward"), peaks[6], peaks[1]):
+        eye.note(f"the {phase} of 6 chunks takes less than 0.6 of that of 1", many < 0.6 * one)
+
+
+def chunks_of_heads(group, seed):
+    d, h, P, rank = 8, 16, group.size(), group.rank()
     seed += dist.get_process_group_ranks(group)[0]  # the other pair has other numbers
     full, dout = drawn(seed, 2, 64 * P, h), drawn(seed + 1, 2, 64 * P, 12 * P * d)
-    weights = [drawn(seed + n, n * d, h) for n in (12 * P, 6 * P, 6 * P)]
-    right = [x.clone().requires_grad_() for x in (full, *weights)]
-    heads = [F.linear(right[0], w).unflatten(-1, (-1, d)).transpose(1, 2) for w in right[1:]]
-    out = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+    weights = [drawn(seed + i, n * P * d, h) for i, n in enumerate((12, 6, 6), 2)]
+    x = full.clone().requires_grad_()
+    products = [F.linear(x, weight) for weight in weights]
+    for product in products:
+        product.retain_grad()
+    q, k, v = (product.unflatten(-1, (-1, d)).transpose(1, 2) for product in products)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     out = out.transpose(1, 2).flatten(2)
-    wanted, out = gradients((out * dout).sum(), right), out.detach()
-    mine = slice(64 * group.rank(), 64 * group.rank() + 64)
-    for chunks in 1, 3, 6:
-        own = [x.clone().requires_grad_() for x in (full[:, mine], *weights)]
-        call = out[:, mine], dout[:, mine], d, chunks, group
-        peaks[chunks], grads = follow_heads(lab, own, *call)
-        expect_same("x, or a weight,", own, [full[:, mine], *weights])
-        hint = "a chunk runs again in the backward: its own weights are arguments of checkpoint()"
-        close(f"{chunks} chunks of heads: dx", grads[0], wanted[0][:, mine], None, hint)
-        for name, a, b in zip("qkv", grads[1:], wanted[1:]):  # each rank has a part of it
-            dist.all_reduce(a, group=group)
-            hint = "a chunk's own weights of q, k, v in this order, none of them detached"
-            close(f"{chunks} chunks of heads: the gradient of {name}_weight", a, b, None, hint)
-    hints = "one chunk after another, each of them freed before the next"
-    hints = hints, "a checkpoint for each chunk: one for all of them makes all again at once"
-    for phase, hint, many, one in zip(("forward", "backward"), hints, peaks[6], peaks[1]):
-        found = f"6 chunks take {many} bytes in the {phase}, 1 takes {one}"
-        expect(many < 0.6 * one, found, hint)
-    part = peaks[6][1] / peaks[1][1]
-    return f"1, 3 and 6 chunks: exact; the peak of 6 is {part:.2f} of that of 1"
+    out.backward(dout)
+    mine = slice(64 * rank, 64 * rank + 64)
+    right = {"y": out.detach()[:, mine], "the gradient of x": x.grad[:, mine]}
+    for name, product in zip(WEIGHTS, products):  # this rank's tokens give their part of it
+        dw = product.grad[:, mine].flatten(0, 1).T @ full[:, mine].flatten(0, 1)
+        right[f"the gradient of {name}"] = dw
+    each = "1 chunk of heads", "3 chunks of heads", "6 chunks of heads"
+    right = {f"{what}: {name}": value for what in each for name, value in right.items()}
+    own = full[:, mine].clone(), weights, dout[:, mine].clone()
+    yield f"{P} ranks", partial(see_heads, *own, d, group), right
 
 
-def follow_heads(lab, own, right, dout, d, chunks, group):
-    """((bytes at the peak of the forward, of the backward), the gradients) of a rank's tokens."""
-    hint = "chunk the rows of q_weight, k_weight, v_weight; the group is an argument"
-    with Alive() as alive, Traffic() as traffic:
-        y = tried("attend_by_chunks()", hint, lab.attend_by_chunks, *own, d, chunks, group)
-    forward, most, end = alive.peak, 2.5 * 8 * right.numel(), time.time() + 2
-    what = f"{chunks} chunks of heads"
-    hint = "side by side, (b, s/P, heads d): torch.cat in the last dimension"
-    expect(y.shape == right.shape, f"{what}: shape {tuple(y.shape)}", hint)
-    hint = "chunk the rows of each weight: chunk c has KV heads and the query heads that read them"
-    while alive.now() > most and time.time() < end:
-        time.sleep(0.01)  # gloo's thread may hold the last message a moment longer
-    kept = alive.now()
-    if chunks == 1:
-        hint = "attend() of all heads, in the group that is an argument"
-    hints = {"heads stay in their order": torch.cat(right.chunk(chunks, -1)[::-1], -1)}
-    close(what, y.detach(), right, hints, hint)
-    calls = traffic.ops.get("all_to_all", [0])[0]
-    expect(calls == 4 * chunks, f"{what}: {calls} all-to-alls, not {4 * chunks}")
-    hint = "a chunk's q, k and v are for its backward: run it again, by checkpoint()"
-    expect(kept <= most, f"{what}: {kept} bytes stay alive", hint)
-    with alive:
-        alive.peak = 0
-        grads = gradients((y * dout).sum(), own)
-    return (forward, alive.peak), grads
-
-
-CHECKS = {
-    "chunked_loss": (check_chunked_loss, 1),
-    "tiled": (check_tiled, 1),
-    "policy": (check_policy, 1),
-    "offloaded": (check_offloaded, 1),
-    "predict": (check_predict, 1),
-    "chunks_of_heads": (check_chunks_of_heads, 4),
-}
-
-
-def mean_of_means(lab):
-    """Each chunk's mean loss, and the mean of these: chunks with few targets count too much."""
-    lab.chunked_loss = mistaken(finished.chunked_loss, *LOSS[MEANS])
-
-
-def tiles_run_thrice(lab):
-    """Each tile in a checkpoint of its own: where a layer is recomputed, all tiles run again."""
-
-    def forward(self, x):
-        tiles = x.split(max(1, self.tokens // len(x)), -2)
-        return torch.cat([checkpoint(self.block, t, use_reentrant=False) for t in tiles], -2)
-
-    lab.Tiled.forward = forward
-
-
-def all_chunks_at_once(lab):
-    """q, k, v and what is exchanged of all chunks stay alive for the backward."""
-    lab.checkpoint = lambda function, *args, use_reentrant: function(*args)
-
-
-BUGS = [mean_of_means, tiles_run_thrice, all_chunks_at_once]
+ALONE = chunked_loss, tiled, policy, offloaded, predict
+EXERCISES = {cases.__name__: (cases, 1) for cases in ALONE}
+EXERCISES["chunks_of_heads"] = chunks_of_heads, 4, [[0, 2], [1, 3]]
+CHECKS, BUGS = checks(EXERCISES, finished, 1e-10)
