@@ -29,6 +29,14 @@ class Eye:
     def note(self, name, value):
         self.seen[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
 
+    def goes_on(self):
+        """Whether all that is seen so far is right, on every rank; else what follows may hang."""
+        known = [name for name in self.seen if name in self.right]
+        right = all(differs(self.seen[name], self.right[name], 0) is None for name in known)
+        if not self.together(right):
+            self.note("skipped", None)
+        return "skipped" not in self.seen
+
     def note_traffic(self, when, traffic, waits):
         calls = sum(count for count, _ in traffic.ops.values())
         self.note(f"{when}: messages that nobody waits for", Most(max(0, calls - len(waits))))
