@@ -33,7 +33,7 @@ def some_choices(seed, n, k, count):
 
 
 def some_dropped(seed, n, k, count):
-    """(weights (n, k), experts (n, k)), where choices have been dropped: all of the last token."""
+    """(weights (n, k), experts (n, k)), some choices dropped: all of the last token."""
     weights, experts = some_choices(seed, n, k, count)
     experts[-1:] = count
     return weights, experts.masked_fill(drawn(seed + 2, n, k) > 0.8, count)
@@ -49,7 +49,7 @@ def routing(group, seed):
         gate = tiny(family, 7, k, seed, **more).model.layers[0].mlp.gate
         with Float64(), torch.no_grad():
             logits, weights, experts = gate(drawn(seed, 9, 16))
-        logits.requires_grad_(not renormalise or k > 1)  # the gradient of what is 1 is rounding
+        logits.requires_grad_(not renormalise or k > 1)  # what is 1 has none but rounding
         given = {"logits": logits, "k": k, "renormalise": renormalise}
         title = f"{family}, {k} of 7 experts, renormalise={renormalise}"
         right = {"weights": weights, "experts": experts}
@@ -115,7 +115,7 @@ def all_to_all(group, seed):
     rank, P = group.rank(), group.size()
     for count in 5, 3:  # of 3 experts one of 4 ranks has none
         numbers = torch.Generator().manual_seed(seed + P)
-        table = torch.randint(1, 5, (P, count), generator=numbers)  # rows of each rank and expert
+        table = torch.randint(1, 5, (P, count), generator=numbers)  # from a rank to an expert
         table[1:2] = 0  # a rank without tokens
         title, given = f"{P} ranks, {count} experts", {"sizes": table[rank].clone(), "group": group}
         right = {"sizes": table[:, slice(*split(count, rank, P))]}
@@ -138,7 +138,7 @@ BLOCKS = [  # family, experts, k, tokens of each rank: of 1, 2, 3, 4 ranks
 
 
 def see_block(theirs, group, factor, x, dy, lab, eye):
-    """A block of Hugging Face's made parallel; its output, gradients, and what it leaves behind."""
+    """A block made parallel: its output, gradients, and what it leaves behind."""
     ours = lab.ExpertParallel(theirs, group, factor)
     with Float64():
         with Alive() as alive:  # half the tokens at first: the next step has other sizes
@@ -153,7 +153,7 @@ def see_block(theirs, group, factor, x, dy, lab, eye):
 
 
 def one_device(theirs, x, factor):
-    """Hugging Face's block on a rank's tokens (1, n, h); what an expert cannot take weighs 0."""
+    """The block on a rank's tokens (1, n, h); what an expert cannot take weighs 0."""
     if factor is None:
         return theirs(x)
     count = len(theirs.gate.weight)

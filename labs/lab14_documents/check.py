@@ -172,7 +172,7 @@ EXCHANGES = "the list of exchanges by pass_on()"
 
 @contextmanager
 def watched(lab, eye, computing, hint):
-    """Note the exchanges of pass_on(): what they carry, and whether the rank computes meanwhile.
+    """Note pass_on()'s exchanges: what they carry, and whether the rank computes meanwhile.
 
     computing: the name of the function that computes; where no query sees a key that does not
     count. Raises Wrong where an exchange is another than ours: it would hang.
@@ -227,8 +227,9 @@ def see_ring_forward(given, lab, eye):
         out, lse, kept = lab.ring_forward(*args)
         return out, lse, *kept
 
-    hint = "ring_forward() must pass on k and v together, once in a step: of the keys those that "
-    hint += "travels() names for the step after, and it receives what the previous rank sends on."
+    hint = "ring_forward() must pass on k and v together, once in a step: of the keys those "
+    hint += "that travels() names for the step after, and it receives what the previous rank "
+    hint += "sends on."
     names = ["out", "lse", *(f"kept[{step}]" for step in range(len(given["held"])))]
     with watched(lab, eye, "attend", hint):
         eye.call(call, given, ", ".join(names))
@@ -242,10 +243,8 @@ def ring_forward(group, seed):
 
 
 def see_ring_backward(given, lab, eye):
-    hint = (
-        "ring_backward() must pass back, from the last step to step 1, the gradients of the keys "
-    )
-    hint += "that had come in this step, and receive those of the keys that went on."
+    hint = "ring_backward() must pass back, from the last step to step 1, gradients of the "
+    hint += "keys that came in this step, and it receives those of the keys that went on."
     with watched(lab, eye, "attend_backward", hint):
         eye.call(lab.ring_backward, given, "dq, dk, dv")
 
