@@ -6,7 +6,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import LlamaForCausalLM
 
 from labs.kit.alive import PARTS
-from labs.lab9_zero.zero import expected_bytes, unit_parameters
+from labs.lab9_zero.zero import finished, unit_parameters
 
 
 def shard_fully(model, group):
@@ -33,5 +33,5 @@ def fully_shard_memory(lab, config, tokens, rank, world):
             own += min(max(p.shape[0] - rank * n, 0), n) * p.shape[1:].numel()
     numbers = [sum(padded), sum(padded), 2 * own, world * padded[0]]
     numbers.append(lab.activations(config, tokens))
-    sent = expected_bytes([world * n for n in padded], world, 3, 1, width=4)
+    sent = finished.messages([world * n for n in padded], world, 3, 1)
     return {part: 4 * n for part, n in zip(PARTS, numbers)}, sent

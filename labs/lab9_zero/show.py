@@ -72,11 +72,11 @@ def one_device_on_rank(group, lab, seed, way):
     """The largest relative error of a rank's weights after STEPS steps in a way, tied and not."""
     rank, world, worst = group.rank(), group.size(), 0
     for tied in False, True:
-        case, model = one_device(seed, world, tied, 2), build(seed, tied)
-        step, parts = prepare(lab, model, group, way)
-        for _ in range(STEPS):
-            step(case.ids[rank])
-        right, units = case.steps[-1].weights, unit_parameters(model)
+        steps, model = one_device(seed, world, tied, 2), build(seed, tied)
+        train, parts = prepare(lab, model, group, way)
+        for step in steps:
+            train(list(step.ids[rank]))
+        right, units = steps[-1].weights, unit_parameters(model)
         if way == 3:
             mine = parts()["parameters"]  # the own shards; behind the last number is padding
             right = [w[rank * len(s) :][: len(s)] for w, s in zip(right, mine)]
