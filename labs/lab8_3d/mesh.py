@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama import modeling_llama
 
 from labs.kit.harness import Traffic
-from labs.kit.usual import section, usual_results
+from labs.kit.mistakes import Mistake, mistaken_lab
 from labs.lab8_3d import lesson as finished  # not the learner's
 
 AXES, IGNORE, split = finished.AXES, finished.IGNORE, finished.split
@@ -132,21 +132,23 @@ def expected_traffic(model, groups, rows, microbatches):
     return {key: row for key, row in table.items() if row[0] and size[key[2]] > 1}
 
 
-NORMS = """
-== grad_norm
-/ copies ->  # every replica counted
-name != "dp") -> name not in ("dp", "embedding"))  # tied table counted at both ends
-groups["model"] -> groups["tp"]  # over tp alone
-groups["model"] -> groups["pp"]  # over pp alone
-(squares, g -> (all_reduce(squares, groups["dp"]), g  # over all ranks, dp too
-each number once, over pp x tp
-"""
+RIGHT = "each number once, over pp x tp"
+NORMS = {  # {how it is computed: a part of grad_norm(), and what stands there instead}
+    RIGHT: ("", ""),
+    "every replica counted": ("/ copies", ""),
+    "tied table counted at both ends": ('name != "dp")', 'name not in ("dp", "embedding"))'),
+    "over tp alone": ('groups["model"]', 'groups["tp"]'),
+    "over pp alone": ('groups["model"]', 'groups["pp"]'),
+    "over all ranks, dp too": ("(squares, g", '(all_reduce(squares, groups["dp"]), g'),
+}
 
 
 def usual_norms(model, groups):
-    """{how it is computed: the norm that this rank gets}; the right one first."""
-    norms = {section(NORMS, finished.grad_norm)[-1]: finished.grad_norm(model, groups)}
-    norms |= usual_results(NORMS, finished.grad_norm, (model, groups))
+    """{how it is computed: the norm that this rank gets}"""
+    norms = {}
+    for text, edit in NORMS.items():
+        lab = mistaken_lab(finished, "grad_norm", Mistake(text, [edit], [], None))
+        norms[text] = lab.grad_norm(model, groups)
     grads = [p.grad.double() for p in model.parameters()]
     return norms | {"this rank's part (torch's own clip)": nn.utils.get_total_norm(grads)}
 
@@ -176,8 +178,7 @@ def prove(lab, sizes, microbatches, seed):
         for name, p in cut.named_parameters():
             found[name] = relative(p.grad, part_of(grads[SAME.get(name, name)], p))
         errors = {name: max(error, errors.get(name, 0)) for name, error in found.items()}
-    norms = usual_norms(cut, groups)
-    norms[next(iter(norms))] = lab.grad_norm(cut, groups)  # the right one, by lab
+    norms = usual_norms(cut, groups) | {RIGHT: lab.grad_norm(cut, groups)}
     replicas = [math.prod(groups[name].size() for name in p.shared) for p in cut.parameters()]
     real = {name: group for name, group in groups.items() if group}
     return {

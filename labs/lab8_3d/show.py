@@ -70,7 +70,7 @@ def mesh_sizes(args):
     sizes["dp"] = sizes["dp"] or left
     world = math.prod(sizes.values())
     if started() not in (None, world):
-        found = f"{say(sizes)} is {world} ranks, and torchrun started {started()}"
+        found = f"{say(sizes.values())} is {world} ranks, and torchrun started {started()}"
         raise UsageError(f"{found}: use --dp {started()} --pp 1 --tp 1")
     return sizes
 
@@ -85,7 +85,7 @@ def experiment(lab, args):
         reports = on_ranks(world, prove_on_rank, lab, *task)
     nodes = 1 + max(report["node"] for report in reports)
     on = f"{world} ranks" + (f" of {nodes} nodes" if nodes > 1 else "")
-    print(f"\nLLaMA on {on}, dp x pp x tp = {say(sizes)}, beside one device")
+    print(f"\nLLaMA on {on}, dp x pp x tp = {say(sizes.values())}, beside one device")
     failed = print_errors(lab, reports) + print_traffic(reports)
     print_norms(reports)
     held, whole = sum(report["held"] for report in reports), reports[0]["whole"]
@@ -185,7 +185,7 @@ def draw_step(axis, reports, traffic, keys, sizes):
     axis.xaxis.tick_top()
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
-    title = f"Who talks to whom in a step, dp x pp x tp = {say(sizes)}."
+    title = f"Who talks to whom in a step, dp x pp x tp = {say(sizes.values())}."
     axis.set_title(f"{title} In a row: one colour, one group", loc="left", pad=12)
 
 
