@@ -64,7 +64,6 @@ def test_questions_are_made_of_the_data(maker):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 @pytest.mark.parametrize("view", ["layouts", "pipelines", "collectives", "time"])
 def test_data_is_the_scripts(maker, view):
     anew = json.loads(json.dumps(maker.VIEWS[view]()))
@@ -162,7 +161,6 @@ SMALLEST = """() => {
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("view", VIEWS)
 def test_view_fits(browser, view, size):
@@ -366,7 +364,6 @@ def test_tips(browser):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 @pytest.mark.parametrize("view", ["layouts", "collectives", "pipelines"])
 def test_keys_buttons_and_play(browser, view):
     with opened(browser, f"{view}&P=8&step=1") as tab:
@@ -393,7 +390,6 @@ def test_keys_buttons_and_play(browser, view):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 @pytest.mark.parametrize("wrong", ["nothing", "layouts&P=99&layout=&x&=&step=-1", "layouts&P=%&"])
 def test_the_state_stands_in_the_fragment(browser, wrong):
     usual = "layouts&" if "&" in wrong else "walk"
@@ -409,7 +405,6 @@ def test_the_state_stands_in_the_fragment(browser, wrong):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_links_from_the_notes_name_moments(browser):
     """Each word of a link is one that the page understands, and its step is there."""
     files = ROOT / "README.md", *ROOT.glob("labs/**/*.md"), *PAGE.parent.glob("*.ipynb")
@@ -430,7 +425,6 @@ def test_links_from_the_notes_name_moments(browser):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 @pytest.mark.parametrize("size", ["laptop", "phone"])
 def test_step_through(browser, size):
     """A landmark, the steps and messages by keyboard, the callers' variables, what has changed."""
@@ -458,7 +452,6 @@ def test_step_through(browser, size):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_find_the_bug(browser):
     """Too early, too late, and right; the report of the bug is a link away."""
     with opened(browser, "walk&sp_megatron&bug=1&at=2") as tab:
@@ -483,7 +476,6 @@ def test_ranks_of_a_pipeline_wait_for_each_other(browser):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_layouts_on_the_page_are_the_simulators(browser, maker):
     """At the end all that is sent; on the way why, and what each rank holds: shapes, slices."""
     reason = re.compile(r": .*\b(since|so|needs?|only|same|at a time)\b[^{}]+$")
@@ -514,7 +506,6 @@ def test_layouts_on_the_page_are_the_simulators(browser, maker):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_collectives_on_the_page_are_lab_1s(browser, maker):
     """Bytes as lab 1 counts them, seconds as it predicts them."""
     from labs.lab1_collectives.show import COSTS
@@ -557,7 +548,6 @@ def memory_settings(memory, seed, count):
 
 
 @pytest.mark.ci(every=40)
-@pytest.mark.slow
 @pytest.mark.parametrize("case", range(40))
 def test_memory_is_predicted(maker, tmp_path, case):
     """Settings between the lengths of the page's data: as oom_search.py predicts them."""
@@ -577,7 +567,6 @@ def test_memory_is_predicted(maker, tmp_path, case):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_memory_on_the_page(browser, maker):
     """Peak and longest length, of 20 settings, as from the page's data in Python."""
     memory = maker.embedded(PAGE)["memory"]
@@ -606,7 +595,6 @@ def test_memory_on_the_page(browser, maker):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_pipelines_on_the_page_are_pps(browser, maker):
     """The timeline that the page draws, its bubble and formula, of 20 settings: pp.py's."""
     data, names = maker.embedded(PAGE)["pipelines"], {"F": "forward", "B": "backward"}
@@ -637,7 +625,6 @@ def test_pipelines_on_the_page_are_pps(browser, maker):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_time_on_the_page_is_lab_11s(browser, maker):
     """Seconds, the largest part and MFU, of 20 settings; what does not fit comes last."""
     from labs.lab11_time import plan

@@ -124,7 +124,6 @@ def test_hands_out_and_refuses_to_overwrite(desk):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_right_answers_pass_and_checks_are_not_the_learners(desk):
     mine = desk / "mine.py"
     own = "CHECKS = {f'total{i}': (lambda *_: 'fine', 1) for i in range(99)}\n"
@@ -268,7 +267,6 @@ CLUSTER = {"PYTHONSAFEPATH": "1", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0",
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_a_cluster_with_a_long_tmpdir_and_a_locale_of_ascii(tmp_path):
     """An answer that prints and raises what the locale has no letters for."""
     (deep := tmp_path / (90 * "a")).mkdir()

@@ -23,7 +23,6 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_whole_models_are_those_of_one_device(run):
     rows = run[0]["proofs"]
     assert [row["ranks"] for row in rows] == [2, 3, 4, 4]
@@ -35,7 +34,6 @@ def test_whole_models_are_those_of_one_device(run):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_bytes(run):
     for row in run[0]["bytes"]:
         sizes = 3 * 8 * EXPERTS
@@ -47,7 +45,6 @@ def test_bytes(run):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_the_slowest_rank_and_what_dropping_costs(run):
     skews, factors = run[0]["skews"], run[0]["factors"]
     assert skews[0]["balance"] == approx(2, rel=0.05) and skews[0]["busiest"] < 1.2
@@ -63,7 +60,6 @@ def test_the_slowest_rank_and_what_dropping_costs(run):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_training_and_the_picture(run):
     plain, balanced, dropping, both = run[0]["trainings"]
     assert balanced["busiest"] < plain["busiest"] and both["dropped"] < dropping["dropped"]
@@ -121,7 +117,6 @@ BROKEN = [  # what is wrong, {ours: theirs}, the check that has to say so, and w
 
 
 @pytest.mark.ci(every=4)
-@pytest.mark.slow
 @pytest.mark.parametrize("what,put,exercise,said", BROKEN, ids=[case[0] for case in BROKEN])
 def test_broken_on_purpose(what, put, exercise, said, tmp_path):
     file = tmp_path / FILES["lab12"]

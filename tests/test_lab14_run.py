@@ -23,7 +23,6 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_whole_models_are_those_of_each_document_alone(run):
     rows = run[0]["proofs"]
     assert {row["way"] for row in rows} == {"ring", "Ulysses"} and len(rows) == 6
@@ -33,7 +32,6 @@ def test_whole_models_are_those_of_each_document_alone(run):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_pairs_and_bytes(run):
     whole = sum(n * (n + 1) // 2 for n in (25, 1, 15, 3, 11, 9))
     rows = run[0]["counts"]
@@ -49,7 +47,6 @@ def test_pairs_and_bytes(run):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_a_windows_bytes_do_not_grow(run):
     for row in run[0]["windows"]:
         own = row["length"] // 4  # without a window a rank's go on with those that have come
@@ -60,7 +57,6 @@ def test_a_windows_bytes_do_not_grow(run):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_mixtures(run):
     rows = {(row["mixture"], row["strategy"]): row for row in run[0]["mixtures"]}
     alone = {how: row for (what, how), row in rows.items() if what == "one document"}
@@ -163,7 +159,6 @@ BROKEN = [  # what is wrong, {ours: theirs}, the check that has to say so, and w
 
 
 @pytest.mark.ci(every=3)
-@pytest.mark.slow
 @pytest.mark.parametrize("what,put,exercise,said", BROKEN, ids=[case[0] for case in BROKEN])
 def test_broken_on_purpose(what, put, exercise, said, tmp_path):
     file = tmp_path / FILES["lab14"]

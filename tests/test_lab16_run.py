@@ -67,7 +67,6 @@ def test_orders_of_a_sum():
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_a_run_on_4_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(harness.companion("check", LABS["lab16"]), "CHECKS", {})
     file, picture = tmp_path / "lab16.json", tmp_path / "lab16.png"

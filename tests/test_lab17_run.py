@@ -27,7 +27,6 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_every_way_is_one_devices_muon(run):
     rows = run[0]["proofs"]
     assert len({tuple(row[:3]) for row in rows}) == 2 * 2 * 3
@@ -39,7 +38,6 @@ def test_every_way_is_one_devices_muon(run):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_what_a_way_costs(run):
     shapes = 4 * [*2 * [(192, 192)], *2 * [(64, 192)], *3 * [(192, 512)]]
     numbers, work = sum(map(prod, shapes)), [4 * m * m * n + 2 * m**3 for m, n in shapes]
@@ -57,7 +55,6 @@ def test_what_a_way_costs(run):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_the_losses(run):
     ends = [[mean(each[-10:]) for each in runs.values()] for runs in run[0]["losses"].values()]
     assert max(ends[1]) < min(ends[0]) < 4 and run[1] > 50_000, "Muon's, AdamW's"
@@ -95,7 +92,6 @@ BROKEN = [  # {ours: theirs}, the check that has to say so, and what
 
 
 @pytest.mark.ci(every=5)
-@pytest.mark.slow
 @pytest.mark.parametrize("put,exercise,said", BROKEN)
 def test_broken_on_purpose(put, exercise, said, tmp_path):
     file = tmp_path / FILES["lab17"]

@@ -147,7 +147,6 @@ BAD = [
 
 
 @pytest.mark.ci(every=4)
-@pytest.mark.slow
 @pytest.mark.parametrize("name,options,message", BAD)
 def test_bad_input_is_one_line(name, options, message, capsys, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])  # lab 5 looks for a plan in this folder
@@ -157,7 +156,6 @@ def test_bad_input_is_one_line(name, options, message, capsys, monkeypatch):
 
 
 @pytest.mark.ci(every=25)
-@pytest.mark.slow
 @pytest.mark.parametrize("name,exercise,bug,answer,said", CAUGHT)
 def test_wrong_is_caught_with_its_hint(name, exercise, bug, answer, said):
     passed, verdict = graded(LABS[name], exercise, answer, bug)
@@ -165,7 +163,6 @@ def test_wrong_is_caught_with_its_hint(name, exercise, bug, answer, said):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 @EACH_LAB
 def test_the_empty_lab_grades_0(name, tmp_path):
     mine, results = tmp_path / FILES[name], tmp_path / "results.json"
@@ -190,7 +187,6 @@ OTHERWISE = {  # how the experiments are run with other right answers
 
 
 @pytest.mark.ci(every=2)
-@pytest.mark.slow
 @EACH_LAB
 def test_other_right_answers_pass_and_serve_the_experiments(name, tmp_path, capsys, monkeypatch):
     mine, ways = tmp_path / FILES[name], list(SAVED.values())
@@ -205,7 +201,6 @@ def test_other_right_answers_pass_and_serve_the_experiments(name, tmp_path, caps
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_a_bug_fails_a_lab_in_my_labs_alone(tmp_path):
     (tmp_path / "labs").symlink_to(ROOT / "labs")
     mine, results = tmp_path / "my_labs" / FILES["lab1"], tmp_path / "results.json"

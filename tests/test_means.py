@@ -168,7 +168,6 @@ CASES = [(*run, *case) for run in RUNS for case in MODELS]
 
 
 @pytest.mark.ci(every=5)
-@pytest.mark.slow
 @pytest.mark.parametrize("name,options,world,model", CASES)
 def test_every_combination_is_exact(ranks, tmp_path, name, options, world, model):
     """37 tokens, 12 heads of 1, 3 or 6 KV heads, on 2 and 3 ranks: little divides."""
@@ -222,7 +221,6 @@ def peaks(model, put, combinations, file):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_each_means_takes_less(ranks, tmp_path):
     def found(put, combinations):
         file = str(tmp_path / "found.json")

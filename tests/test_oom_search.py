@@ -220,7 +220,6 @@ def test_table_ranks_that_differ_and_what_the_journal_saves(folder):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_an_error_is_not_out_of_memory(folder):
     fake(folder, tp={"crash_above": 3000}, sp_megatron={}, sp_ulysses={"sleep": 60})
     crash = "--memory-gib 5 --strategy tp sp --jobs 1 --lo 1024"
@@ -238,7 +237,6 @@ def test_an_error_is_not_out_of_memory(folder):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_killed_and_resumed(folder):
     """While tp on 2 ranks waits; then somebody makes it faster."""
     fake(folder, tp={"sleep": 0.4})
@@ -262,7 +260,6 @@ def test_killed_and_resumed(folder):
 
 
 @pytest.mark.ci(every=2)
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted(folder, number):
     """sp_megatron waits; of tp everything is known."""
@@ -297,7 +294,6 @@ def test_on_gpus_every_rank_must_fit(folder):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_what_cannot_be_loaded_does_not_fit(folder):
     """Loading takes 6 GiB where there are 5."""
     fake(folder, tp={"loading_mib": 6000}, sp_megatron={"oom_loading": True})
@@ -316,7 +312,6 @@ def test_what_cannot_be_loaded_does_not_fit(folder):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_at_says_what_lengths_take_and_searches_nothing(folder):
     fake(folder, tp={"oom_above": [900]}, pp={"mib": [2, 1, 1, 1]})
     stages = 0, "--memory-gib 3 --strategy pp --nproc 4 --at 2048 512"
@@ -467,7 +462,6 @@ CELLS += [("80 GiB, no remedy", "pp", 8), ("80 GiB, logits in chunks", "sp_ulyss
 
 
 @pytest.mark.ci(every=2)
-@pytest.mark.slow
 @pytest.mark.parametrize("step,name,world", CELLS)
 def test_lengths_are_those_of_the_results(searched, step, name, world):
     """Some cells of results/lengths.json: the length fits, 512 tokens more do not."""
@@ -566,7 +560,6 @@ def test_what_the_report_names(searched):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_scratch_of_kernels_is_inside_kernels(searched):
     """llama-3.2-1b: flash's backward sums dq in float32; dk and dv are of every query head."""
     _, text, out = searched(f"{ONE} --gpu h200 --at 262144")
@@ -596,7 +589,6 @@ def test_a_tiny_model_has_an_upper_bound():
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_plain_is_what_people_have(searched, tmp_path):
     """llama-3.2-1b: Hugging Face's loss makes all logits at once, whatever --loss says."""
     status, text, out = searched("--strategy plain --at 64 16384")
@@ -631,7 +623,6 @@ def test_a_journal_that_nobody_asked_for_is_done_without(monkeypatch):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_a_reader_may_leave_early(tmp_path):
     command = f"{sys.executable} {ROOT}/oom_search.py {ONE} --model tiny --at 64 | head -n 1"
     how = {"shell": True, "cwd": tmp_path, "env": ENVIRONMENT, "capture_output": True}

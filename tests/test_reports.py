@@ -131,7 +131,6 @@ SEARCHED = [(DYNAMIC, *FITS), (LONGROPE, *FITS), (WINDOW, 2, "use --attn eager")
 
 
 @pytest.mark.ci(every=3)
-@pytest.mark.slow
 @pytest.mark.parametrize("config,status,said", SEARCHED, ids=["dynamic", "longrope", "window"])
 def test_what_oom_search_says_of_a_model(tmp_path, config, status, said):
     options = ["--strategy", "all", "--nproc", 2, "--at", 64, "--journal", tmp_path / "journal"]
@@ -141,7 +140,6 @@ def test_what_oom_search_says_of_a_model(tmp_path, config, status, said):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_lab_8_tells_of_half_an_environment():
     run = python("labs/lab8_3d/lesson.py", env={"RANK": "0", "WORLD_SIZE": "4"})
     assert run.returncode == 2 and run.stderr.startswith("error: RANK is set, MASTER_ADDR")

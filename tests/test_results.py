@@ -47,7 +47,6 @@ KINDS = [  # part, step, its row in the part's table
 
 
 @pytest.mark.ci(every=4)
-@pytest.mark.slow
 @pytest.mark.parametrize("part,step,row", KINDS)
 def test_a_step_of_each_kind(part, step, row):
     outcome = make.run(steps_of(part, True, {})[step])
@@ -94,7 +93,6 @@ def test_an_unknown_part_is_refused(capsys):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 @pytest.mark.parametrize("script", [[], ["nowhere.py"]])
 def test_ranks_on_one_gpu_need_a_script(script):
     done = python("results/one_gpu.py", *script)

@@ -231,7 +231,6 @@ def test_what_a_schedule_sends_and_when(ranks, schedule):
 
 
 @pytest.mark.ci(every=2)
-@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_one_f_one_b_bounds_what_is_in_flight(ranks, world):
     few, many = (
@@ -449,7 +448,6 @@ def test_results_are_json_and_nothing_else_is_left(ranks, tmp_path):
 
 
 @pytest.mark.ci(every=4)
-@pytest.mark.slow
 @pytest.mark.parametrize("script", STRATEGIES)
 def test_what_is_computed_again_is_not_kept(ranks, script):
     """Of 2,048 tokens neither all logits (33 MB), nor what all layers keep (38 MB), nor scores."""

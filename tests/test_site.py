@@ -84,7 +84,6 @@ def as_page(file):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_where_it_is_published(site, tmp_path):
     """Links to the source and clone lines name the workflow's repository, or are left out."""
     there = {"search.html"} | {file.name for file in site.glob("_static/**/*.html")}
@@ -104,7 +103,6 @@ def test_where_it_is_published(site, tmp_path):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_what_is_read_is_there_in_order(pages):
     """From the front page, "next" leads through README's table, and everywhere else."""
     at, chain = "README.html", []
@@ -126,7 +124,6 @@ def test_what_is_read_is_there_in_order(pages):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_no_link_is_broken(site, pages):
     """A view of the explorer is no anchor."""
     text = (site / "notebooks" / "explorer.html").read_text()
@@ -153,7 +150,6 @@ SOURCES |= {"site/diff.html": "diff tp.py sp_megatron.py"}
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 @pytest.mark.parametrize("page", SOURCES)
 def test_sources_are_shown_whole(site, pages, page):
     """Each line; of a script beside its number, and an anchor for each section."""
@@ -166,7 +162,6 @@ def test_sources_are_shown_whole(site, pages, page):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_words_lead_to_the_glossary_once_a_page(pages):
     entries = pages["labs/notes/glossary.html"].ids
     for page in pages.values():
@@ -181,7 +176,6 @@ def test_words_lead_to_the_glossary_once_a_page(pages):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_ways_there_and_back(pages):
     """Labs, their code, notebooks and explorer link each other; course and GPUs lead the menu."""
     links = {name: " ".join(page.links) for name, page in pages.items()}
@@ -237,7 +231,6 @@ WEIGHT = """() => performance.getEntries()
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_pages_in_a_browser(browser, address, pages):  # noqa: F811
     """No error, no request to another host, and nothing of WRONG, on a desk and on a phone."""
     tab, wrong = browser.new_page(), []
@@ -259,7 +252,6 @@ def test_pages_in_a_browser(browser, address, pages):  # noqa: F811
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_no_block_of_code_is_cut(browser, address, pages):  # noqa: F811
     """At no width of a desk, and not on paper; on a phone a shadow shows that there is more."""
     tab, cut = browser.new_page(), []
@@ -283,7 +275,6 @@ def test_no_block_of_code_is_cut(browser, address, pages):  # noqa: F811
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_a_shadow_lies_where_more_is_hidden(browser, address):  # noqa: F811
     """On a phone: at the right edge of a block until its end is seen, then at the left one."""
     tab = browser.new_page(viewport={"width": 390, "height": 844})
@@ -304,7 +295,6 @@ def test_a_shadow_lies_where_more_is_hidden(browser, address):  # noqa: F811
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_paper_has_the_answers(browser, address):  # noqa: F811
     """Printed: each question of a lab closed, then all once more, open; no frame, no menu."""
     tab = browser.new_page(viewport={"width": PAPER, "height": 1000})
@@ -321,7 +311,6 @@ def test_paper_has_the_answers(browser, address):  # noqa: F811
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_front_page_and_menu(browser, address, size):  # noqa: F811
     """What to run is seen, and a question whole; the menu opens by click and by key."""
@@ -344,7 +333,6 @@ def test_front_page_and_menu(browser, address, size):  # noqa: F811
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 @pytest.mark.parametrize("scheme,size,first", [("light", "phone", 0), ("dark", "desk", 1)])
 def test_accessible(browser, address, pages, scheme, size, first):  # noqa: F811
     """axe finds nothing serious on any page (every other one in each way, because it takes seconds)
@@ -367,7 +355,6 @@ def test_accessible(browser, address, pages, scheme, size, first):  # noqa: F811
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 @pytest.mark.parametrize("word,page", [("reduce-scatter", "sp_megatron"), ("deadlock", "lab3b")])
 def test_search_finds(browser, address, word, page):  # noqa: F811
     tab = browser.new_page()

@@ -65,7 +65,6 @@ def test_bad_input_is_one_line(ranks, command, message):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_a_process_of_its_own_exits_2():
     fake = {"RANK": "3", "WORLD_SIZE": "4"}
     run = python("tp.py", "--backend", "fake", "--mode", "benchmark", "--length", "nine", env=fake)
@@ -122,7 +121,6 @@ def launched_so(script, given, *options):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_under_torchrun_rank_0_alone_says_why():
     run = torchrun(4, "tp.py", "--model", "smollm2-135m")
     assert run.returncode != 0  # 1: torchrun has a status of its own

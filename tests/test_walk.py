@@ -152,7 +152,6 @@ def told(data):
 
 
 @pytest.mark.ci(every=4)
-@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_page_has_what_the_scripts_do(embedded, script):
     """Made anew they are the same, each bug's first wrong line, too; and UNKNOWN has all that is no
@@ -170,7 +169,6 @@ def test_the_page_has_what_the_scripts_do(embedded, script):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_where_names_the_line_of_a_change_in_a_copy(tmp_path, capsys):
     copy = tmp_path / "my_tp.py"
     right = "target_logit, sum_exp = all_reduce(both, group)"
@@ -195,7 +193,6 @@ def test_where_says_nothing_of_a_copy_without_a_change(tmp_path):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_where_follows_a_verdict():
     job = torchrun(2, "labs/break_it.py", "sp_megatron.py", "unsummed_norm_gradient", "--where")
     after = job.stdout.partition("FAIL correctness")[2]
