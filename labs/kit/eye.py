@@ -53,7 +53,7 @@ class Eye:
         """
         args = {name: copied(value) for name, value in given.items()}
         parameters = parameters or {}
-        with Traffic() as traffic, Kept(*parameters.values()) as kept, noted_waits() as waits:
+        with Traffic() as traffic, Kept(*parameters.values()) as kept, noted_waits(id) as waits:
             called = [x.clone() if is_trained(x) else x for x in args.values()]
             outs = function(*called)
         self.note_traffic("forward", traffic, waits)
@@ -84,7 +84,7 @@ class Eye:
         dy = dy or [noise(y) for y in tracked]
         given = [y.clone() for y in dy]
         how = {"allow_unused": True, "materialize_grads": True}
-        with Traffic() as traffic, noted_waits() as waits:
+        with Traffic() as traffic, noted_waits(id) as waits:
             grads = torch.autograd.grad(tracked, [*trained.values()], given, **how)
         self.note_traffic("backward", traffic, waits)
         for name, grad in zip(trained, grads):

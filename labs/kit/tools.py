@@ -65,14 +65,17 @@ def appears(path, seconds):
 
 
 @contextmanager
-def noted_waits():
-    """A list to which every call of work.wait() or work.get_future() adds its work."""
+def noted_waits(what=lambda work: work):
+    """A list to which every call of work.wait() or work.get_future() adds what(work).
+
+    A work that is kept keeps its tensors.
+    """
     waits = []
 
     def noting(method):
         @wraps(method)
         def noted(work, *args):
-            waits.append(work)
+            waits.append(what(work))
             return method(work, *args)
 
         return mock.patch.object(dist.Work, method.__name__, noted)
