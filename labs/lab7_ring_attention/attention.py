@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from labs.kit.collectives import Exchange, all_gather, all_to_all, reduce_scatter
-from labs.lab7_ring_attention.ring import ZIGZAG
+from labs.lab7_ring_attention.lesson import ZIGZAG
 
 TOKENS, HEAD = 256, 16  # tokens, numbers a head
 SP, ULYSSES, RING, GATHER = "SP", "Ulysses", "CP, ring", "CP, all-gather"

@@ -24,11 +24,15 @@ from labs.lab7_ring_attention.attention import (
     expected_wire,
     project,
 )
-from labs.lab7_ring_attention.check import pairs_in_tiles
-from labs.lab7_ring_attention.ring import EXACT, PLACEMENTS, finished
+from labs.lab7_ring_attention.check import EXACT, PLACEMENTS, finished
 
 CONTIGUOUS, ZIGZAG, TILE = finished.CONTIGUOUS, finished.ZIGZAG, finished.TILE
 RANKS, LONG = 4, 131_072  # of the balance; LONG: tokens where only the formula is asked
+
+
+def pairs_in_tiles(q_pos, k_pos):
+    """(query, key) pairs that attend() multiplies for each head: seen, or filling up the tiles."""
+    return sum(len(q_pos[rows]) * len(k_pos[keys]) for rows, keys in finished.tiles(q_pos, k_pos))
 
 
 def balance_on_rank(group, lab, seed, length):
