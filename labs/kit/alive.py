@@ -1,4 +1,4 @@
-"""What tensors are alive on a rank after each operation of a step, and what they are: for lab 9."""
+"""What tensors are alive on a rank after each operation of a step, and what they are."""
 
 import gc
 import time

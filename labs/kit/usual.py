@@ -1,4 +1,4 @@
-"""What labs 7 to 17 share: hints by usual mistakes.
+"""Hints by usual mistakes, for the labs whose checks are no cases of judge.py: 11, 13, 15, 16, 17.
 
 A usual mistake is a part of a finished function's text, and what stands there instead. The result
 with the mistake is compared with the learner's. Who changes a finished exercise has to change its
@@ -9,7 +9,6 @@ from contextlib import suppress
 
 import torch
 
-from labs.kit.alive import bytes_alive  # noqa: F401 - for lab 7
 from labs.kit.compare import mistaken
 from labs.kit.harness import Wrong, expect_close, relative_error
 
