@@ -30,7 +30,7 @@ class Eye:
         self.seen[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
 
     def goes_on(self):
-        """Whether all that is seen so far is right, on every rank; else what follows may hang."""
+        """Whether all seen so far is exactly right, on every rank; else what follows may hang."""
         known = [name for name in self.seen if name in self.right]
         right = all(differs(self.seen[name], self.right[name], 0) is None for name in known)
         if not self.together(right):

@@ -35,14 +35,13 @@ from operator import attrgetter
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch.utils._python_dispatch import _disable_current_modes
 
 from labs.kit.blame import default_group_refused, hint_at
+from labs.kit.compare import tried
 from labs.kit.eye import Eye, Most, differs
 from labs.kit.harness import Wrong, relative_error
 from labs.kit.mistakes import as_bug, mistaken_lab, read_mistakes
-from labs.kit.tools import subgroup
+from labs.kit.tools import on_every_rank, subgroup
 
 GENERAL = {  # hints by the end of a name, where no mistake has one
     "overwritten": "{} must leave its arguments as they are, because the caller needs them: make a "
@@ -54,18 +53,9 @@ GENERAL = {  # hints by the end of a name, where no mistake has one
 }
 
 
-def gathered(group, value):
-    """[a value of each rank]; this does not count as the learner's traffic."""
-    values = [value] * group.size()
-    if group.size() > 1:
-        with _disable_current_modes():
-            dist.all_gather_object(values, value, group=group)
-    return values
-
-
 def looked(see, lab, group, right):
     """What is seen of a lab: {name: value}. On several ranks it raises errors: others may wait."""
-    eye = Eye(lambda flag: all(gathered(group, flag)), right)
+    eye = Eye(lambda flag: all(on_every_rank(flag, group)), right)
     try:
         if isinstance(see, tuple):
             eye.call(attrgetter(see[0])(lab), *see[1:])
@@ -80,15 +70,19 @@ def looked(see, lab, group, right):
     return eye.seen
 
 
-def first_wrong(seen, right, tolerance):
-    """(name, what is wrong with it) of the first that is not right, or None."""
+def first_wrong(seen, right, tolerance, excused=True):
+    """(name, what is wrong with it) of the first that is not right, or None.
+
+    excused: what a skipped case has not come to may be missing, because some rank's is wrong.
+    """
     for name in dict.fromkeys([*seen, *right]):
         if name == "it" and "it" not in right:
             text = f"fails, {seen['it']}"
         elif name in seen:
             text = differs(seen[name], right.get(name), tolerance)
         else:
-            text = None if isinstance(right[name], Most) or "skipped" in seen else "is not there"
+            skipped = excused and "skipped" in seen
+            text = None if isinstance(right[name], Most) or skipped else "is not there"
         if text is not None:
             return name, text
     return None
@@ -109,7 +103,7 @@ def usual_hint(again, finished, exercise, mistakes, mine, name, control, toleran
             seen = looked(see, mistaken_lab(finished, exercise, mistake), group, expected)
             same = {n: n in seen and differs(mine[n], seen[n], tolerance) is None for n in mine}
             first, whole = name is None or same.get(name, name not in seen), all(same.values())
-        everywhere = gathered(control, (first, whole))
+        everywhere = on_every_rank((first, whole), control)
         if all(whole for _, whole in everywhere):
             return mistake.hint
         near = near or (mistake.hint if all(first for first, _ in everywhere) else None)
@@ -132,16 +126,11 @@ def judge(exercise, cases, finished, listed, tolerance, lab, group, seed, contro
         for name, value in right.items():
             assert differs(ours[name], value, tolerance) is None, (title, name)
         expected = ours | right
-        try:
-            mine = looked(see, lab, control, expected)
-        except (Wrong, NotImplementedError):
-            raise
-        except Exception as problem:
-            first = f"{type(problem).__name__}: {problem}".partition("\n")[0]
-            hint = "; ".join(filter(None, (own, hint_at(first))))
-            raise Wrong(f"{title}: {first}", hint) from problem
+        mine = tried(f"{title}: it", own, looked, see, lab, control, expected)
         wrong = first_wrong(mine, expected, tolerance)
-        if any(gathered(control, wrong is not None)):
+        if "skipped" in mine and not any(on_every_rank(wrong is not None, control)):
+            wrong = first_wrong(mine, expected, tolerance, excused=False)
+        if any(on_every_rank(wrong is not None, control)):
 
             def again(group, place=place, expected=expected):
                 _, see, *_ = next(itertools.islice(cases(group, seed), place, None))

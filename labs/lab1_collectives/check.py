@@ -12,9 +12,9 @@ import torch
 
 from labs.kit.eye import Most
 from labs.kit.harness import Wrong
-from labs.kit.judge import checks, gathered
+from labs.kit.judge import checks
 from labs.kit.link import Link
-from labs.kit.tools import draw_from, noted_waits, subgroup
+from labs.kit.tools import draw_from, noted_waits, on_every_rank, subgroup
 from labs.lab1_collectives import lesson as finished  # not the learner's
 
 SUBGROUP = True  # the group is not the world, and has other rank numbers
@@ -79,7 +79,7 @@ class Exchanges:
 
     def __call__(self, x, to, source, shape, group):
         self.to.append(to)
-        calls = gathered(group, (to, tuple(x.shape), source, tuple(shape)))
+        calls = on_every_rank((to, tuple(x.shape), source, tuple(shape)), group)
         sent = {(rank, to): shape for rank, (to, shape, *_) in enumerate(calls)}
         for rank, (_, _, source_of_it, wanted) in enumerate(calls):
             found = sent.get((source_of_it, rank))
@@ -102,7 +102,8 @@ def see_exchanges(name, ring, given, dy, lab, eye):
     else:
         eye.note("exchanges", Most(steps))
     if name == "ring_all_reduce":
-        same = all(torch.equal(out, other) for other in gathered(given["group"], out))
+        everyone = on_every_rank(out, given["group"])
+        same = all(torch.equal(out, other) for other in everyone)
         eye.note("the ranks' results differ in their last bits", not same)
 
 
