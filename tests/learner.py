@@ -7,11 +7,13 @@ line with a comment, a part of what the learner must be told. A line -- stands b
 regions, and ... for ours. Lines "ours -> theirs" change our answer instead.
 """
 
+import json
 import re
 import tempfile
 from pathlib import Path
 from textwrap import dedent, indent
 
+import pytest
 from conftest import ROOT
 
 from labs import grade
@@ -104,6 +106,17 @@ SAVED = {  # how editors save a lab: {name: its bytes}
     "form feeds": lambda text: text.replace("\n\n\n", "\n\n\f\n").encode(),
     "blanks, no end": lambda text: re.sub(r"(exercise.*)\n", r"\1  \n", text).rstrip("\n").encode(),
 }
+
+
+def shown(name, folder, *options):
+    """The results of a finished lab's run; without its checks, which test_labs.py runs."""
+    files = folder / "results.json", folder / "picture.png"
+    options = [*options, "--json", files[0], "--plot", files[1]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CHECKS[name], "CHECKS", {})
+        assert run_lab(LABS[name], [*map(str, options)]) == 0
+    assert files[1].stat().st_size > 50_000
+    return json.loads(files[0].read_text())
 
 
 def graded(lab, exercise, answer=(), bug=None):
