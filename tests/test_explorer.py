@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-import io
 import json
 import random
 import re
@@ -205,24 +204,6 @@ def test_what_is_too_wide_for_a_phone_follows_the_step(browser):
             assert tab.locator(".chips [aria-pressed=true]").evaluate(within)
 
 
-# Of every text in a picture: its words, colour, opacity and box
-TEXTS = """() => [...document.querySelectorAll("svg text")].map((text) => {
-    let opacity = 1
-    for (let at = text; at; at = at.parentElement) opacity *= getComputedStyle(at).opacity
-    const { x, y, width, height } = text.getBoundingClientRect()
-    const colour = getComputedStyle(text).fill.match(/[\\d.]+/g).slice(0, 3).map(Number)
-    const [left, top] = [x + scrollX, y + scrollY]
-    return [text.textContent, colour, opacity, [left, top, left + width, top + height]]
-}).filter(([words, , , box]) => words && box[2] < innerWidth)"""
-UNSEEN = "svg text { opacity: 0 } .player { visibility: hidden }"
-
-
-def brightness(colour):
-    """WCAG's relative luminance, and what is added to it in a contrast."""
-    linear = [max(x / 12.92, ((x + 0.055) / 1.055) ** 2.4) for x in (x / 255 for x in colour)]
-    return sum(x * weight for x, weight in zip(linear, (0.2126, 0.7152, 0.0722))) + 0.05
-
-
 STATES = ["layouts&sp&step=2", "memory&", "pipelines&", "pipelines&interleaved&V=4&step=20"]
 STATES += ["walk&sp_megatron&go=attention-exit", "walk&pp&at=60", "walk&tp&bug=1&at=3"]
 STATES += ["collectives&op=all_reduce&step=2", "time&", "time&model=llama-3.1-70b&P=8", "bugs&"]
@@ -231,23 +212,13 @@ STATES += ["collectives&op=all_reduce&step=2", "time&", "time&model=llama-3.1-70
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", ["laptop", "phone"])
-def test_contrast_and_what_else_axe_finds(browser, scheme, size):
-    """axe knows nothing of texts in pictures: these are held against the pixels behind them."""
+def test_axe_finds_nothing(browser, scheme, size):
     axe = pytest.importorskip("axe_playwright_python.base", reason="needs the extra browser")
-    image = pytest.importorskip("PIL.Image")
     for state in [*STATES, *VIEWS, "score&right=m1&wrong=c1"]:
         with opened(browser, state, size, color_scheme=scheme, reduced_motion="reduce") as tab:
             tab.evaluate(axe.AXE_SCRIPT)
             found = tab.evaluate("axe.run()")["violations"]
             assert [v for v in found if v["impact"] in ("serious", "critical")] == [], state
-            texts = tab.evaluate(TEXTS)
-            tab.add_style_tag(content=UNSEEN)
-            page = image.open(io.BytesIO(tab.screenshot(full_page=True))).convert("RGB")
-            for words, colour, opacity, box in texts:
-                _, behind = max(page.crop(box).getcolors(10**6))
-                mixed = [opacity * a + (1 - opacity) * b for a, b in zip(colour, behind)]
-                dark, light = sorted(map(brightness, (mixed, behind)))
-                assert light / dark > 4.5, (state, words)
 
 
 @pytest.mark.slow
