@@ -78,6 +78,7 @@ def ranks(tmp_path_factory):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: real weights, or minutes; make prove runs these")
+    config.addinivalue_line("markers", "quick(every=n): every nth case is quick, the rest is slow")
     config.addinivalue_line("markers", "ci(every=n): slow, and every nth case is in CI")
     config.addinivalue_line("markers", "sample: what CI runs of the slow tests, by their ci marks")
 
@@ -86,9 +87,11 @@ def pytest_collection_modifyitems(items):
     """Mark what is slow, and the sample."""
     cases = Counter()  # of each test
     for item in items:
-        mark, test = item.get_closest_marker("ci"), (item.path, item.originalname)
-        if mark:
-            item.add_marker("slow")
-        if mark and cases[test] % mark.kwargs.get("every", 1) == 0:
-            item.add_marker("sample")
+        test = item.path, item.originalname
+        for mark in [m for m in item.iter_markers() if m.name in ("quick", "ci")]:
+            nth = cases[test] % mark.kwargs.get("every", 1) == 0
+            if mark.name == "ci" or not nth:
+                item.add_marker("slow")
+            if mark.name == "ci" and nth:
+                item.add_marker("sample")
         cases[test] += 1

@@ -85,17 +85,20 @@ def is_caught(run, script, bug, culprit):
     assert not run.json["correctness"]["passed"]
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("script,bug", EVERY)
 def test_every_bug_is_caught_and_its_culprit_named(ranks, script, bug):
     is_caught(broken(ranks, script, bug), script, bug, CULPRIT[script][bug])
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("row", CAUGHT_TOO, ids=" ".join)
 def test_a_bug_is_caught_in_other_settings(ranks, row):
     run = broken(ranks, *row)
     assert run.codes == [1, 1] and "FAIL correctness" in run.output, run.output
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("row,reason", NONE)
 def test_a_bug_that_would_change_nothing_is_refused(ranks, row, reason):
     run = broken(ranks, *row)

@@ -196,6 +196,7 @@ SABOTAGES = [  # and what those combinations have in common in which it is seen
 ]
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("name,put,said,where", SABOTAGES)
 def test_what_is_wrong_is_seen(ranks, tmp_path, name, put, said, where):
     recompute = said.split()[1].strip(",")

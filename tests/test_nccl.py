@@ -54,6 +54,7 @@ def cycles(what):
     return {how: what[how] for how in HOW}
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("mode", ["all", "bubble"])
 @pytest.mark.parametrize(
     "size", [("afab", 3, 2, 1), ("1f1b", 2, 1, 1), ("zb", 3, 4, 1), ("interleaved", 2, 4, 2)]
@@ -98,6 +99,7 @@ HANGS = [  # what makes a pipeline hang; schedule, P, M, V, mode; where; what st
 ]
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("put,size,where,part", HANGS)
 def test_a_pipeline_that_hangs_is_found(found, put, size, where, part):
     what = pipeline(found, *size, put)
@@ -117,6 +119,7 @@ COLLECTIVES = [  # ranks, command, the sizes of the groups that it uses
 ]
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("world,command,sizes", COLLECTIVES)
 def test_all_ranks_call_the_same_collectives_in_the_same_order(found, world, command, sizes):
     what = found(world, f"{command} --mode all")

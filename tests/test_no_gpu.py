@@ -236,6 +236,7 @@ MORE = [(1, 1, 0), (1, 3, 5), (2, 3, 5), (2, 1, 0), (3, 1, 5)]
 SIZES += [pytest.param(*size, marks=pytest.mark.slow) for size in MORE]
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize("script", STRATEGIES)
 @pytest.mark.parametrize("world,batch,window", SIZES)
 def test_flash_attention_is_given_what_sdpa_is(ranks, tmp_path, script, world, batch, window):

@@ -161,6 +161,7 @@ def seen(ranks, script, put, options):
     assert "\nFAIL " in run.output and "PASS" not in run.output, run.output
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("what,script,put", CASES, ids=IDS)
 def test_correctness_sees(ranks, what, script, put):
     seen(ranks, script, put, SMALL)
@@ -196,6 +197,7 @@ CLIPS = [  # by another norm than that of all gradients of all ranks, each count
 ]  # fmt: skip
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("script", STRATEGIES)
 @pytest.mark.parametrize("what,put", CLIPS, ids=[what.replace(" ", "_") for what, _ in CLIPS])
 def test_learning_sees_a_gradient_that_is_clipped(ranks, script, what, put):
@@ -212,6 +214,7 @@ def sum_gradients(model, right=sum_gradients):
 """
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("script", STRATEGIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_wrong_gradient_is_seen_in_any_dtype(ranks, script, dtype):
@@ -354,6 +357,7 @@ STAYS = [  # a full weight, or another stage's
 VIEW = {"start, end - start).clone()": "start, end - start)"}
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("script", STRATEGIES)
 @pytest.mark.parametrize("how", ["full", "none"])
 def test_a_rank_holds_its_own_weights_and_nothing_else(ranks, script, how):
@@ -397,6 +401,7 @@ def recomputes(script, argv):
     assert len(runs) == len(layers) * batches * (1 if args.recompute == "none" else 2), len(runs)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("script", STRATEGIES)
 @pytest.mark.parametrize("how", ["full", "none"])
 def test_layers_are_recomputed(ranks, script, how):

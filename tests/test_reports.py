@@ -45,6 +45,7 @@ ROPE += [(2, script, 25, DYNAMIC) for script in STRATEGIES]
 ROPE += [(2, script, 40, LONGROPE) for script in STRATEGIES]
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("world,script,length,config", ROPE)
 def test_frequencies_follow_the_whole_sequence_without_padding(
     ranks, tmp_path, world, script, length, config
@@ -66,6 +67,7 @@ def test_dropout_is_left_out_and_said(ranks, tmp_path):
     assert run.codes == [0, 0] and "attention_dropout is set to 0" in run.output, run.output
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("script", STRATEGIES)
 def test_a_head_of_its_own_in_the_file_unties(ranks, tmp_path, script):
     model = folder(tmp_path, SIZES | {"tie_word_embeddings": True}, weights())

@@ -87,6 +87,7 @@ def also_slow(rows, more):
     return rows + [pytest.param(*row, marks=pytest.mark.slow) for row in more]
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("world,command", also_slow(EXACT, MORE))
 def test_float64_is_exact(ranks, world, command):
     run = ranks(world, command, CHUNK)
@@ -96,6 +97,7 @@ def test_float64_is_exact(ranks, world, command):
     assert max(row["relative_error"] for row in correctness["tensors"]) < 1e-10
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("script", [script for script in TWO if script != "pp.py"])
 def test_the_group_need_not_be_the_world(ranks, script):
     """Two groups of two at once: of ranks 0 and 2, and of ranks 1 and 3."""
@@ -104,6 +106,7 @@ def test_the_group_need_not_be_the_world(ranks, script):
     holds(ranks(4, command, {"dist.group.WORLD": groups}))
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("script", TWO)
 def test_sequences_and_ranks_without_a_target(ranks, script):
     """A mean of their own would be 0 / 0. Rank 0's tokens have none, and no token of sequence 1."""
@@ -112,6 +115,7 @@ def test_sequences_and_ranks_without_a_target(ranks, script):
     holds(ranks(2, f"{script} --model even --length 13", {put: few + put}))
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize("script", TWO)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rounding_is_as_on_one_device(ranks, script, dtype):
@@ -122,6 +126,7 @@ def test_rounding_is_as_on_one_device(ranks, script, dtype):
     assert 0 < first["worst"]["relative_error"] < first["tolerance"]
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize("script", STRATEGIES)
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_what_is_zero_by_construction_is_no_false_alarm(ranks, script, dtype):
@@ -133,14 +138,13 @@ def test_what_is_zero_by_construction_is_no_false_alarm(ranks, script, dtype):
     assert rows and all(row["relative_error"] < 0.02 for row in rows)
 
 
-SIZES = ["even", "tiny", "even", "even", "even"]  # 8 layers once; all scripts on tiny: MORE_MODES
-MODES = [(2, f"{s} --length 64 --model {m}", m) for s, m in zip(TWO, SIZES)]
-MODES += [(3, f"{ZERO3} own_kv", "own_kv")]
-MODES += [(3, f"{s} --length 37 --model shared_kv", "shared_kv") for s in SHARDED]
+MODES = [(2, f"{s} --length 64 --model even", "even") for s in ("tp.py", "sp_ulysses.py")]
+MODES += [(3, "sp_megatron.py --length 37 --model shared_kv", "shared_kv")]
 MODES += [(3, "pp.py --length 37 --model deep --schedule interleaved", "deep")]
-MORE_MODES = [(1, f"{s} --length 64", "tiny") for s in TWO[:-1]]  # no other rank to shard to
-MORE_MODES += [(4, f"{s} --length 64", "tiny") for s in TWO]
-MORE_MODES += [(2, f"{s} --length 64", "tiny") for s in TWO if s != "sp_megatron.py"]
+MORE_MODES = [(2, "tp.py --dtensor --length 64 --model even", "even")]
+MORE_MODES += [(2, "pp.py --length 64 --model even", "even"), (3, f"{ZERO3} own_kv", "own_kv")]
+MORE_MODES += [(1, f"{s} --length 64", "tiny") for s in TWO[:-1]]  # no other rank to shard to
+MORE_MODES += [(P, f"{s} --length 64", "tiny") for s in TWO for P in (2, 4)]
 MORE_MODES += [(2, f"{s} --length 128 --dtype bfloat16", "tiny") for s in TWO]
 MORE_MODES += [(4, f"pp.py --length 64 --schedule {s}", "tiny") for s in SCHEDULES]
 
@@ -175,6 +179,7 @@ TRAFFIC += [(2, "tp.py --dtensor --model even")]
 MORE_TRAFFIC = [(5 - p, command) for p, command in TRAFFIC[:-1]]
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("world,command", also_slow(TRAFFIC, MORE_TRAFFIC))
 def test_traffic_is_as_the_formula_says(ranks, world, command):
     """At a length that no P divides, the loss in chunks."""
@@ -215,6 +220,7 @@ def measured(ranks, world, schedule, microbatches, mode="benchmark"):
     return holds(run)[mode]
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_a_schedule_sends_and_when(ranks, schedule):
     benchmark, waits = measured(ranks, 2, schedule, 4), measured(ranks, 2, schedule, 4, "bubble")
@@ -254,6 +260,7 @@ def test_torch_runs_the_same_stages(ranks, schedule):
     holds(ranks(2, f"labs/torch_pipeline.py {options}"))
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedule_mode(ranks, schedule):
     command = f"pp.py --mode schedule --schedule {schedule} --ranks 8 --microbatches 32"
@@ -267,6 +274,7 @@ def test_schedule_mode(ranks, schedule):
     assert results["in_flight"] == peaks.get(schedule, [2 * (7 - r) + 8 + 1 for r in range(8)])
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_docstrings_show_the_real_schedules(ranks, schedule):
     command = f"pp.py --mode schedule --schedule {schedule} --ranks 2 --microbatches 4"
@@ -360,6 +368,7 @@ def test_no_schedule_deadlocks_where_sends_wait_for_their_receives(name):
         assert gets_stuck(lists, V, slots=P), (P, M, V)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("how", ["full", "none"])
 def test_what_a_rank_keeps_is_what_the_schedule_says(ranks, schedule, how):
@@ -405,6 +414,7 @@ DROPPED = [  # a message, and the complaint
 ]
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("put,complaint", DROPPED)
 def test_a_message_exists_until_it_is_sent(ranks, put, complaint):
     watched = put | {'if __name__ == "__main__":': WATCHED}

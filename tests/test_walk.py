@@ -61,6 +61,7 @@ def recorded():
 EACH_RUN = [pytest.param(*run, marks=() if run in FIRST else pytest.mark.slow) for run in RUNS]
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("script,name", EACH_RUN)
 def test_messages_are_those_that_the_script_expects(recorded, script, name):
     ranks, *_ = recorded(script, name)
@@ -79,6 +80,7 @@ def test_messages_are_those_that_the_script_expects(recorded, script, name):
         assert sent == expected
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("script,name", [run for run in EACH_RUN if run.values[0] != "pp"])
 def test_badges_of_parameters_are_the_scripts_notes(recorded, script, name):
     """A shard of the dimension that it was cut along, or equal; its gradient a partial sum until it
