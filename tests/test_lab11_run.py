@@ -171,7 +171,6 @@ def test_what_cannot_run_says_why(fast, capsys):
     assert re.search(r"MFU [\d.]+%\n\([\d.]+% if the half", shown)
 
 
-@pytest.mark.ci
 @pytest.mark.slow  # oom_search.py, for all strategies
 def test_memory_is_oom_searchs():
     found = plan.peak_memory(plan.STRATEGIES, "llama-3.2-1b", 2, 4096, 2, "h100")

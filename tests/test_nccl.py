@@ -65,7 +65,7 @@ def test_a_pipeline_does_not_hang(found, size, mode):
     assert mode == "bubble" or "PASS benchmark" in what["output"], "what it sends is recorded"
 
 
-@pytest.mark.ci(every=30)
+@pytest.mark.slow
 @pytest.mark.parametrize("P", range(2, 7))
 @pytest.mark.parametrize(
     "schedule,V", [(s, 1) for s in SCHEDULES] + [("interleaved", 2), ("interleaved", 3)]

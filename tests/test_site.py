@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from conftest import ROOT
 from matplotlib import image
-from test_explorer import VIEWS, browser  # noqa: F401
+from test_explorer import browser  # noqa: F401
 
 SIZES = {"desk": (1280, 800), "phone": (390, 844)}
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -232,13 +232,15 @@ WEIGHT = """() => performance.getEntries()
 
 @pytest.mark.ci
 def test_pages_in_a_browser(browser, address, pages):  # noqa: F811
-    """No error, no request to another host, and nothing of WRONG, on a desk and on a phone."""
+    """No error, no request to another host, nothing of WRONG on a desk and on a phone, and no block
+    of code that is cut: at no width of a desk and not on paper."""
     tab, wrong = browser.new_page(), []
     tab.on("console", lambda told: wrong.append(told.text) if told.type == "error" else None)
     tab.on("pageerror", lambda error: wrong.append(str(error)))
     ours = (address, "data:")
     tab.on("request", lambda r: None if r.url.startswith(ours) else wrong.append(r.url))
     for page in pages:
+        tab.emulate_media(media="screen")
         for size, (width, height) in SIZES.items():
             tab.set_viewport_size({"width": width, "height": height})
             tab.goto(address + page)
@@ -247,25 +249,14 @@ def test_pages_in_a_browser(browser, address, pages):  # noqa: F811
         assert weight > 1e5
         limit = 1.5e6 if "explorer.html" in page else 1e6  # it has Step through's recordings
         wrong += [f"{page}: {weight} bytes"] if weight > limit else []
-    tab.close()
-    assert wrong == []
-
-
-@pytest.mark.ci
-def test_no_block_of_code_is_cut(browser, address, pages):  # noqa: F811
-    """At no width of a desk, and not on paper; on a phone a shadow shows that there is more."""
-    tab, cut = browser.new_page(), []
-    for page in pages:
-        tab.emulate_media(media="screen")
-        tab.goto(address + page)
         for width in (*DESKS, SIZES["phone"][0]):
             tab.set_viewport_size({"width": width, "height": 800})
-            cut += [f"{page}, {what}" for what in tab.evaluate(CUT)]
+            wrong += [f"{page}, {what}" for what in tab.evaluate(CUT)]
         tab.set_viewport_size({"width": PAPER, "height": 1000})
         tab.emulate_media(media="print")
         tab.add_style_tag(content=UNWRAPPED)
-        cut += [f"{page}, on paper: {what}" for what in tab.evaluate(CUT)]
-    assert cut == []
+        wrong += [f"{page}, on paper: {what}" for what in tab.evaluate(CUT)]
+    assert wrong == []
     tab.goto(address + "tp.html")  # a long line is seen
     tab.set_viewport_size({"width": DESKS[-1], "height": 800})
     tab.emulate_media(media="screen")
@@ -332,17 +323,19 @@ def test_front_page_and_menu(browser, address, size):  # noqa: F811
     tab.close()
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("scheme,size,first", [("light", "phone", 0), ("dark", "desk", 1)])
-def test_accessible(browser, address, pages, scheme, size, first):  # noqa: F811
-    """axe finds nothing serious on any page (every other one in each way, because it takes seconds)
-    and on any view; all have the shade of the reader's system."""
+WAYS = [("light", "phone"), ("light", "desk"), ("dark", "desk"), ("dark", "phone")]
+
+
+@pytest.mark.ci(every=2)
+@pytest.mark.parametrize("way", range(4))
+def test_accessible(browser, address, pages, way):  # noqa: F811
+    """axe finds nothing serious on any page (each in one of four ways, because it takes seconds);
+    all have the shade of the reader's system."""
     axe = pytest.importorskip("axe_playwright_python.base", reason="needs the extra browser")
+    scheme, size = WAYS[way]
     viewport = dict(zip(("width", "height"), SIZES[size]))
     tab, serious = browser.new_page(viewport=viewport, color_scheme=scheme), []
-    views = [f"notebooks/explorer.html#{view}" for view in VIEWS]
-    for page in [*sorted(pages)[first::2], *views, "tp.html?highlight=gradient"]:
-        tab.goto("about:blank")  # else a fragment alone loads nothing
+    for page in [*sorted(pages)[way::4], "tp.html?highlight=gradient"]:
         tab.goto(address + page)
         shade = tab.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (int(re.search(r"\d+", shade)[0]) > 128) == (scheme == "light"), page
