@@ -111,26 +111,6 @@ def test_the_published_long_run():
     assert all(f"{rate / 1e12:.0f}" in notes for rate in plan.CUDNN[128])
 
 
-BAD = [
-    ("--split 8B:2:4x1x2", "argument --split: 4 x 1 x 2 is 8, and 2 nodes have 16 GPUs"),
-    ("--split 1B:4:1x32x1", "argument --split: 32 stages are more than the 16 layers of 1B"),
-    ("--split 8B:6:1x1x48", "argument --split: tp 48 does not divide the 32 heads of 8B"),
-    ("--split 8B:4x1x2", "argument --split: 8B:4x1x2: MODEL:NODES:DPxPPxTP, such as 8B:2:4x1x4"),
-    ("--split 9B:1:8x1x1", "argument --split: 9B:1:8x1x1: MODEL:NODES:DPxPPxTP"),
-    ("--plan --gpu b300", "argument --gpu: invalid choice: 'b300'"),
-    ("--plan --model gpt2", "argument --model: invalid choice: 'gpt2'"),
-    ("--plan --attention fa3", "argument --attention: invalid choice: 'fa3'"),
-    ("--plan --nodes 0", "argument --nodes: use 1 to 2147483647, not 0"),
-]
-
-
-@pytest.mark.parametrize("options,message", BAD)
-def test_bad_input_is_one_line(options, message, capsys):
-    assert run_lab(LABS["lab11"], options.split()) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith(f"error: {message}") and err.count("\n") == 1
-
-
 @pytest.fixture
 def fast(monkeypatch):
     """No checks, and a memory that is not oom_search.py's."""

@@ -153,10 +153,3 @@ def test_what_is_no_safetensors_file_is_named(tmp_path):
         (tmp_path / "x.safetensors").write_bytes(text)
         with pytest.raises(lab.CheckpointError, match="x.safetensors is no safetensors file"):
             lab.import_index(tmp_path)
-
-
-def test_bad_input_is_one_line(capsys):
-    assert run_lab(LABS["lab13"], ["--pairs", "none"]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("error: argument --pairs: invalid choice: 'none'")
-    assert err.count("\n") == 1

@@ -1,7 +1,7 @@
 """Lab 14: its run's figures against a second way to them."""
 
 import pytest
-from learner import LABS, harness, run_lab, shown
+from learner import LABS, harness, shown
 from pytest import approx
 
 lab = harness.load(LABS["lab14"])
@@ -88,16 +88,3 @@ def test_the_example_of_the_notes():
     assert [at.tolist() for at in dealt] == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
     assert lab.work(dealt, first) == [5, 7, 10]
     assert 4 in lab.travels(dealt, 1, 2, first).tolist()
-
-
-@pytest.mark.parametrize(
-    "options,message",
-    [
-        ("--ranks 1", "argument --ranks: use 2 to 64, not 1"),
-        ("--tokens 100", "argument --tokens: use 8192 to 1048576, not 100"),
-    ],
-)
-def test_bad_input_is_one_line(options, message, capsys):
-    assert run_lab(LABS["lab14"], options.split()) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err == f"error: {message}\n"

@@ -142,7 +142,29 @@ BAD = [
     ("lab7", "--length 3", "argument --length: use 4 to 2147483647, not 3"),
     ("lab8", "--tp 3", "argument --tp: 8 heads with 2 KV heads cannot be split over 3 ranks: use"),
     ("lab9", "--ranks 9", "argument --ranks: use 2 to 4, not 9"),
+    ("lab11", "--split 8B:2:4x1x2", "argument --split: 4 x 1 x 2 is 8, and 2 nodes have 16 GPUs"),
+    (
+        "lab11",
+        "--split 1B:4:1x32x1",
+        "argument --split: 32 stages are more than the 16 layers of 1B",
+    ),
+    ("lab11", "--split 8B:6:1x1x48", "argument --split: tp 48 does not divide the 32 heads of 8B"),
+    (
+        "lab11",
+        "--split 8B:4x1x2",
+        "argument --split: 8B:4x1x2: MODEL:NODES:DPxPPxTP, such as 8B:2:4x1x4",
+    ),
+    ("lab11", "--split 9B:1:8x1x1", "argument --split: 9B:1:8x1x1: MODEL:NODES:DPxPPxTP"),
+    ("lab11", "--plan --gpu b300", "argument --gpu: invalid choice: 'b300'"),
+    ("lab11", "--plan --model gpt2", "argument --model: invalid choice: 'gpt2'"),
+    ("lab11", "--plan --attention fa3", "argument --attention: invalid choice: 'fa3'"),
+    ("lab11", "--plan --nodes 0", "argument --nodes: use 1 to 2147483647, not 0"),
     ("lab12", "--ranks 5", "argument --ranks: use 2 to 4, not 5"),
+    ("lab13", "--pairs none", "argument --pairs: invalid choice: 'none'"),
+    ("lab14", "--ranks 1", "argument --ranks: use 2 to 64, not 1"),
+    ("lab14", "--tokens 100", "argument --tokens: use 8192 to 1048576, not 100"),
+    ("lab16", "--ranks 3", "argument --ranks: invalid choice: 3 (choose from 2, 4, 8)"),
+    ("lab17", "--ranks 5", "argument --ranks: use 2 to 4, not 5"),
 ]
 
 
