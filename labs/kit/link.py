@@ -1,6 +1,7 @@
 """A slow link for lab 4: it delays what the ranks send, and logs what starts and what waits."""
 
 import inspect
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from labs.kit.harness import TorchDispatchMode, Traffic, expect
+from labs.kit.harness import TorchDispatchMode, Traffic
 
 
 class Link(TorchDispatchMode):
@@ -22,8 +23,9 @@ class Link(TorchDispatchMode):
     goes on. Each first calls delay(), if given, and takes seconds_per_byte for each of its bytes on
     the wire; then it reads and writes its tensors. What it receives into is NaN until then.
 
-    mode "overlapped"; "blocking": a start waits at once, as with async_op=False; "unwaited": wait()
-    does not. gemms {elements of the output: name}. After it:
+    mode "overlapped"; "latest": a message travels only once it, or a later one, is waited for, or
+    at the end; "blocking": a start waits at once, as with async_op=False; "unwaited": wait() does
+    not. gemms {elements of the output: name}. After it:
     log [(what, begin, end)]: "start all_gather", "wait all_gather", "dgrad", ..., in their order;
     messages [(op, begin, end)]: when they travelled; traffic: message bytes; wire: bytes sent.
     """
@@ -39,6 +41,7 @@ class Link(TorchDispatchMode):
         self.gemms, self.mode = gemms, mode
         self.seconds_per_byte, self.delay = seconds_per_byte, delay
         self.log, self.messages, self.traffic, self.wire = [], [], Traffic(), 0
+        self.go = []  # an Event for each message
 
     def __enter__(self):
         self.thread, self.patches = ThreadPoolExecutor(1), ExitStack()
@@ -49,44 +52,55 @@ class Link(TorchDispatchMode):
 
     def __exit__(self, *problem):
         super().__exit__(*problem)
+        self.let_go(len(self.go))
         self.thread.shutdown()  # what nobody waited for arrives too
         self.patches.close()
 
     def start(self, collective, op, /, *args, **kwargs):
         given = inspect.signature(collective).bind(*args, **kwargs).arguments
-        async_op, group = given.pop("async_op", False), given.get("group")
-        expect(group is not None, f"{op} without a group takes all ranks", "pass the group")
+        async_op, world = given.pop("async_op", False), dist.get_world_size(given.get("group"))
         leaves = [
             [x for x in tree_leaves(arg) if isinstance(x, torch.Tensor)] for arg in given.values()
         ]
         tensors = [each for each in leaves if each]  # what it gives, what it takes
         begin, message = time.perf_counter(), max(sum(x.nbytes for x in each) for each in tensors)
         factor = 2 if op == "all_reduce" else 1  # it is a reduce-scatter and an all-gather
-        wire = factor * message * (group.size() - 1) // group.size()  # bytes that a rank sends
+        wire = factor * message * (world - 1) // world  # bytes that a rank sends
         first, last = (each[0].untyped_storage().data_ptr() for each in (tensors[0], tensors[-1]))
         for x in tensors[0] if first != last else []:
             x.fill_(torch.nan)
 
         def carry():
+            go.wait()
             begin = time.perf_counter()
             if self.delay:
                 self.delay()
             time.sleep(self.seconds_per_byte * wire)
-            with self.traffic:  # a dispatch mode belongs to a thread
+            with self.traffic, torch.no_grad():  # a mode belongs to a thread
                 collective(**given)
             self.wire += wire
             self.messages.append((op, begin, time.perf_counter()))
 
-        arrival = self.thread.submit(carry)
+        self.go.append(go := threading.Event())
+        arrival, number = self.thread.submit(carry), len(self.go)
+        if self.mode != "latest":
+            self.let_go(number)
         self.note(f"start {op}", begin)
         if self.mode == "blocking" or not async_op:
-            self.wait(op, arrival)
-        handle = SimpleNamespace(wait=partial(self.wait, op, arrival), is_completed=arrival.done)
+            self.wait(op, arrival, number)
+        waits = partial(self.wait, op, arrival, number)
+        handle = SimpleNamespace(wait=waits, is_completed=arrival.done)
         handle.get_future = lambda: handle
         return handle if async_op else None
 
-    def wait(self, op, arrival, timeout=None):
+    def let_go(self, count):
+        """The first messages may travel, so many of them."""
+        for go in self.go[:count]:
+            go.set()
+
+    def wait(self, op, arrival, number, timeout=None):
         begin = time.perf_counter()
+        self.let_go(number)
         if self.mode != "unwaited":
             arrival.result()
         self.note(f"wait {op}", begin)
@@ -102,11 +116,7 @@ class Link(TorchDispatchMode):
         return out
 
 
-def expect_order(log, wanted):
-    """Raise Wrong unless the log has, for each (first, then, hint), first before then."""
-    order = [what for what, _, _ in log]
-    for first, then, hint in wanted:
-        for what in first, then:
-            expect(what in order, f"no '{what}' in the backward: {', '.join(order)}", hint)
-        found = f"'{then}' is before '{first}': {', '.join(order)}"
-        expect(order.index(first) < order.index(then), found, hint)
+def comes_before(log, first, then):
+    """Whether a log has both, first before then."""
+    order = [what for what, *_ in log]
+    return {first, then} <= {*order} and order.index(first) < order.index(then)
