@@ -1,11 +1,14 @@
 """What happens to lab 4's gradients where a layer keeps memory that all layers share."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from labs.kit.harness import on_ranks, table
-from labs.lab4_overlap.check import kept_storages, one_device
+from labs.kit.tools import Kept
+from labs.lab4_overlap.check import one_device
 
 
 class KeptLinear(torch.autograd.Function):
@@ -47,15 +50,16 @@ def aliasing_on_rank(group, lab, seed):
     """Two layers, each of which keeps its input for the backward, in three ways: rows."""
     rows = []
     for kept, function in ways_to_keep(lab).items():
-        generator, memory = torch.Generator().manual_seed(seed), {}
-        layers = [one_device(generator, group, 128, 2, 256, 64, "SP", bias=False) for _ in range(2)]
-        for layer in layers:
-            layer.out, sizes = kept_storages(layer, function, group)
-            memory |= sizes
+        randn = partial(torch.randn, generator=torch.Generator().manual_seed(seed))
+        layers = [one_device(randn, group, 128, 2, 256, 64, "SP", bias=False) for _ in range(2)]
+        with Kept(*(layer.weight for layer in layers)) as memory:
+            for layer in layers:
+                layer.out = function(layer.x, layer.weight, layer.bias, group)
+                memory.note_attributes(layer.out)
         for layer in reversed(layers):
             layer.out.backward(layer.dy)
         off = [(torch.norm(one.weight.grad - one.dw) / torch.norm(one.dw)).item() for one in layers]
-        rows.append({"kept": kept, "bytes": sum(memory.values()), "dw_errors": off})
+        rows.append({"kept": kept, "bytes": memory.bytes, "dw_errors": off})
     return rows
 
 

@@ -1,333 +1,338 @@
-"""Lab 4's checks, each of which runs on every rank, and the bugs that they have to catch.
+"""Lab 4's exercises: their cases. mistakes.txt has the wrong answers.
 
-Values and gradients are compared with one device's; a Link logs what starts and what waits, and
-its order is what is judged, never how long something took.
+Values and gradients are one device's; bytes, and what a backward keeps, are the finished lab's.
+On a Link a message travels only once it is waited for. Its log shows what starts and what waits,
+and the order of that is judged, never how long something takes. All numbers are whole, so that
+every order of their sums gives the same.
 """
 
-import time
+import itertools
+import random
 import weakref
-from contextlib import suppress
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
 
-from labs.kit.compare import expect_same, tried
-from labs.kit.harness import Wrong, expect, expect_close
-from labs.kit.link import Link, expect_order
-from labs.kit.tools import Kept
-from labs.lab4_overlap import buckets
+from labs.kit.eye import Most, copied, unchanged
+from labs.kit.judge import checks
+from labs.kit.link import Link, comes_before
+from labs.kit.tools import Kept, noted_waits
+from labs.lab4_overlap import lesson as finished  # not the learner's
 
 SUBGROUP = True  # the group is not the world, and has other rank numbers
-
-LATE = 0.1  # seconds that one of the ranks joins each message late
-START = "start the message before the GEMM that hides it"
-WAIT = "wait after the GEMM, which then hides the message, and before its result is read"
-TP_ORDER = [  # (first, then, hint)
-    ("dgrad", "start all_reduce", "it sends dx"),
-    ("start all_reduce", "wgrad", START),
-    ("wgrad", "wait all_reduce", WAIT),
-]
-SP_ORDER = [
-    ("start all_gather", "dgrad", START),
-    ("dgrad", "wait all_gather", WAIT),
-    ("wait all_gather", "wgrad", "wgrad reads what is gathered: wait for it"),
-    ("dgrad", "start reduce_scatter", "it sends dx"),
-    ("start reduce_scatter", "wgrad", START),
-    ("wgrad", "wait reduce_scatter", WAIT),
-]
+GROUPS = [0, 1, 2], [0, 1]
+EXACT = 1e-12
+SCALE = {torch.float64: 2**21, torch.float32: 4, torch.bfloat16: 4}  # float32 rounds float64's
 
 
-def one_device(generator, group, s, b, h, o, way, bias=True, dtype=torch.float32):
+def draw_whole(seed, dtype):
+    """randn(*shape): random whole numbers, the same on every rank."""
+    numbers = torch.Generator().manual_seed(seed)
+
+    def randn(*shape):
+        x = torch.randn(shape, generator=numbers, dtype=torch.float64)
+        return x.mul(SCALE[dtype]).round().to(dtype)
+
+    return randn
+
+
+# ---- Data parallelism ---------------------------------------------------------------------
+
+SHAPES = (5, 6), (6,), (4, 5), (5,), (5, 5), (5,)  # of a model's parameters
+LAYER = {2, 3}  # the places of one layer's weight and bias
+MOST = 40  # numbers a bucket
+
+
+def see_buckets(sizes, most, kind, lab, eye):
+    parameters = [nn.Parameter(torch.zeros(1, size)) for size in sizes]
+    places = {id(p): place for place, p in enumerate(parameters)}
+    given = kind(parameters)
+    buckets = lab.make_buckets(given, most)
+    eye.note("the list of buckets", [[places.get(id(p)) for p in each] for each in buckets])
+    if kind is list:
+        eye.note("parameters is overwritten", [*map(id, given)] != [*places])
+
+
+def make_buckets(group, seed):
+    numbers = torch.Generator().manual_seed(seed)
+    sizes = [*torch.randint(1, 60, (7,), generator=numbers).tolist(), 100, 1, 2, 57, 60]
+    for most, kind in (60, list), (10, iter), (10_000, tuple):
+        yield f"at most {most}, sizes {sizes}", partial(see_buckets, sizes, most, kind)
+
+
+def see_arrivals(orders, group, lab, eye):
+    """Steps in a row, in each of which gradients arrive in another order."""
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    parallel = lab.DataParallel(parameters, group, MOST)
+    for step, order in enumerate(orders):
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        with parallel.no_sync():
+            for place in order:
+                parallel.on_gradient(parameters[place])
+        eye.note(f"step {step}: the number of starts inside no_sync()", parallel.started)
+        started = []
+        with noted_waits(id) as waits:
+            for place in order:
+                parallel.on_gradient(parameters[place])
+                started.append(parallel.started)
+        eye.note(f"step {step}: how many have started after each gradient", started)
+        eye.note(f"step {step}: the number of waits", len(waits))
+        parallel.finish(1)
+
+
+def on_gradient(group, seed):
+    draw, places = random.Random(seed + group.rank()), range(len(SHAPES))
+    shuffled = [draw.sample(places, len(places)) for _ in range(3)]  # another one on each rank
+    orders = [[*places][::-1], [*places], *shuffled]
+    yield "orders of arrival", partial(see_arrivals, orders, group)
+
+
+def note_messages(when, link, eye):
+    waits = [what for what, *_ in link.log if what.startswith("wait")]
+    eye.note_traffic(when, link.traffic, waits)
+
+
+def see_steps(steps, group, lab, eye):
+    """steps [({place: a parameter's gradients in 2 microbatches}, the rank's tokens)]"""
+    dtype = steps[0][0][0].dtype
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
+    parallel = lab.DataParallel(parameters, group, MOST)
+    with Link({}, mode="latest") as link:
+        for step, (grads, tokens) in enumerate(steps):
+            if not eye.goes_on():
+                break
+            for p in parameters:
+                p.grad = None
+            for batch in 0, 1:
+                losses = [(parameters[i] * grad[batch]).sum() for i, grad in grads.items()]
+                with nullcontext() if batch else parallel.no_sync():
+                    sum(losses).backward()
+            parallel.finish(tokens)
+            for i, p in enumerate(parameters):
+                eye.note(f"step {step}: .grad {i}", p.grad)
+            left = [parallel.started, len(parallel.works), len(parallel.arrived)]
+            eye.note(f"step {step}: what is left of started, works, arrived", left)
+    note_messages("all steps", link, eye)
+
+
+def finish(group, seed):
+    P, rank = group.size(), group.rank()
+    without = [set(), {0, 1, 2}, {0}, {1, 2}]  # of each step: the ranks that skip a layer
+    for title, dtype, tokens, skips in (  # to divide by 8 or 16 tokens rounds nothing
+        ("ranks that skip a layer", torch.float64, [3, 5, 8], without),
+        ("in float32", torch.float32, [3, 5, 8], [{1}]),
+        ("rank 0 without tokens", torch.float64, [0, 1001, 777], [set()]),
+    ):
+        randn, tokens, steps, right = draw_whole(seed, dtype), tokens[:P], [], {}
+        for step, without in enumerate(skips):
+            grads = []
+            for r, count in enumerate(tokens):
+                used = set(range(len(SHAPES))) - (LAYER if r in without else set())
+                grads.append({i: randn(2, *SHAPES[i]) * (count > 0) for i in used})
+            for i, shape in enumerate(SHAPES):
+                total = torch.zeros(shape, dtype=dtype)
+                total = total + sum(own[i].sum(0) for own in grads if i in own)
+                right[f"step {step}: .grad {i}"] = total / sum(tokens)
+            steps.append((grads[rank], tokens[rank]))
+        yield title, partial(see_steps, steps, group), right
+
+
+# ---- Memory -------------------------------------------------------------------------------
+
+
+def see_buffer(a, b, c, lab, eye):
+    buffer = lab.GlobalMemoryBuffer()
+
+    def get(*shape, dtype=torch.float32, name="mpu", of=buffer):
+        x = of.get_tensor(shape, dtype, name)
+        seen = f"{tuple(x.shape)} {x.dtype}" + ", not contiguous" * (not x.is_contiguous())
+        eye.note(f"get_tensor({shape}, {dtype}, {name!r})", seen)
+        return x
+
+    get(a, b, dtype=torch.bfloat16, name="first")
+    get()
+    first = get(a, b, c).fill_(1)
+    small = get(c, b - 1).fill_(2)
+    eye.note("a smaller one is apart", small.data_ptr() != first.data_ptr())
+    eye.note("a smaller one is a copy", first.flatten()[0].item() != 2)
+    eye.note("another shape is apart", get(c, b, a).data_ptr() != first.data_ptr())
+    eye.note("the list of keys in buffer", sorted(map(str, buffer.buffer)))
+    old, first, small = weakref.ref(first.untyped_storage()), None, None
+    large = get(a + 1, b, c)
+    eye.note("memory that was too small is kept", old() is not None)
+    eye.note("what is held, in bytes,", Most(large.untyped_storage().nbytes()))
+    eye.note("a small one after it is apart", get(a, c).data_ptr() != large.data_ptr())
+    get(0, a)
+    others = [get(a, b, dtype=dtype) for dtype in (torch.bfloat16, torch.int32)]
+    others += [get(a, b, name="other"), get(a, b, of=lab.GlobalMemoryBuffer())]
+    shared = [x.data_ptr() == large.data_ptr() for x in others]
+    eye.note("the list of whether another dtype, name or buffer shares memory", shared)
+
+
+def memory_buffer(group, seed):
+    numbers = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(2, 9, (3,), generator=numbers).tolist()
+    yield "shapes of one buffer", partial(see_buffer, *sizes)
+
+
+def see_sum(batches, main_grad, lab, eye):
+    """weight_gradient() of microbatches, one after another, with a main_grad."""
+    total = main_grad.clone()
+    memory = total.data_ptr()
+    for i, (grad, x) in enumerate(batches):
+        given = grad.clone(), x.clone()
+        out = lab.weight_gradient(*given, total)
+        eye.note(f"main_grad after microbatch {i}", total)
+        eye.note("something is returned beside main_grad", out is not None)
+        eye.note("main_grad has other memory", total.data_ptr() != memory)
+        eye.note("grad or x is overwritten", not all(map(torch.equal, given, (grad, x))))
+
+
+def accumulation_fusion(group, seed):
+    for dtype in torch.bfloat16, torch.float32:
+        randn = draw_whole(seed, dtype)
+        x, grad = randn(5, 2, 9), randn(5, 2, 7)
+        if dtype == torch.float32:  # with other strides
+            x, grad = (each.mT.contiguous().mT for each in (x, grad))
+        right = torch.einsum("sbo,sbh->oh", grad.float(), x.float()).to(dtype)
+        given = {"grad": grad, "x": x, "main_grad": None}
+        yield f"{dtype}, no main_grad", ("weight_gradient", given, "dW"), {"dW": right}
+        # all of one sign: a sum in bfloat16 does not grow any more
+        batches = [(randn(20, 2, 7).abs(), randn(20, 2, 9).abs()) for _ in range(9)]
+        main_grad, total, right = 30 * randn(7, 9).float(), 0, {}
+        for i, (grad, x) in enumerate(batches):
+            total = total + torch.einsum("sbo,sbh->oh", grad.double(), x.double())
+            right[f"main_grad after microbatch {i}"] = (main_grad + total).float()
+        yield f"{dtype}, with main_grad", partial(see_sum, batches, main_grad), right
+
+
+# ---- Layers -------------------------------------------------------------------------------
+
+ORDER = {  # of what comes one after the other in a backward
+    "TP": [["dgrad", "start all_reduce", "wgrad", "wait all_reduce"]],
+    "SP": [
+        ["start all_gather", "dgrad", "wait all_gather", "wgrad"],
+        ["dgrad", "start reduce_scatter", "wgrad", "wait reduce_scatter"],
+    ],
+}
+
+
+def one_device(randn, group, s, b, h, o, way, bias=True):
     """A linear layer on one device, and what this rank holds of it and should get.
 
     Returns x, weight, bias, dy: this rank's inputs; y, dx, dw, db: what one device gives there;
-    own_dx: dx without the other ranks; gemms: the names of the layer's GEMMs, for a Link.
+    gemms: the names of the backward's GEMMs, for a Link.
     """
-
-    def randn(*shape):
-        return torch.randn(*shape, generator=generator, dtype=dtype)
 
     def own(full, dim=0):
         return full.tensor_split(group.size(), dim)[group.rank()].clone()
 
-    def tokens(full):
-        return own(full) if way == "SP" else full.clone()
-
+    tokens = own if way == "SP" else torch.clone
     x, full, dy = randn(s, b, h), randn(o, h), randn(s, b, o)
-    offset = randn(o) if bias else torch.zeros(o, dtype=dtype)
+    offset = randn(o) if bias else None
     weight = own(full)
     return SimpleNamespace(
         x=tokens(x).requires_grad_(),
-        weight=weight.clone().requires_grad_(),
+        weight=weight.requires_grad_(),
         bias=own(offset).requires_grad_() if bias else None,
         dy=own(dy, -1),
-        y=own(x @ full.T + offset, -1),
+        y=own(F.linear(x, full, offset), -1),
         dx=tokens(dy @ full),
-        own_dx=tokens(own(dy, -1) @ weight),
         dw=own(dy.flatten(0, 1).T @ x.flatten(0, 1)),
         db=own(dy.sum((0, 1))) if bias else None,
-        gemms={s * b * h: "dgrad", weight.numel(): "wgrad", s * b * len(weight): "forward"},
+        way=way,
+        gemms={s * b * h: "dgrad", weight.numel(): "wgrad"},
     )
 
 
-def draw_layers(seed, group, way):
-    """Layers of one_device(), of uneven sizes: float32, with main_grad and no bias, float64.
-
-    A rank has fewer output features than inputs, and fewer of those than tokens: no two GEMMs are
-    as large.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    layers = []
-    for dtype in torch.float32, torch.float32, torch.float64:
-        bias = len(layers) != 1
-        sizes = [torch.randint(3, 8, (), generator=generator).item() + more for more in (0, 5, 8)]
-        shape = sizes[0] * group.size(), 2, *sizes[1:]
-        layers.append(one_device(generator, group, *shape, way, bias, dtype))
-    layers[1].weight.main_grad = torch.ones_like(layers[1].weight)
-    layers[1].dw += 1
-    return layers
-
-
-def kept_storages(layer, function, group):
-    """(y, {address: bytes}) of what function keeps for its backward, the weight's not counted."""
-    with Kept(layer.weight, getattr(layer.weight, "main_grad", layer.weight)) as kept:
-        y = function(layer.x, layer.weight, layer.bias, group)
+def see_forward(what, function, layer, group, eye):
+    """(y, {name: x, weight, bias}); the weight has a main_grad where layer.fused."""
+    given = {name: copied(getattr(layer, name)) for name in ("x", "weight", "bias")}
+    weight = given["weight"]
+    if layer.fused:
+        weight.main_grad = torch.ones_like(weight, requires_grad=False)
+    with Kept(weight, getattr(weight, "main_grad", weight)) as kept:
+        y = function(*given.values(), group)
     kept.note_attributes(y)
-    return y, kept.storages
+    eye.note(f"{what}: y", y)
+    eye.note(f"{what}: what is kept, in bytes,", Most(kept.bytes))
+    return y, given
 
 
-def expect_moved(link, nbytes, ops):
-    """Raise Wrong unless the link carried each of ops once, with so many message bytes in it."""
-    moved, wanted = link.traffic.ops, {op: [1, nbytes] for op in ops}
-    expect(moved == wanted, f"[calls, bytes]: {moved}, not {wanted}", "all tokens, once; no dW, db")
+def see_backward(what, y, given, layer, link, eye):
+    dy = layer.dy.transpose(0, 1).contiguous().transpose(0, 1)  # with other strides
+    link.gemms, begin = layer.gemms, len(link.log)
+    y.backward(dy)
+    eye.note(f"{what}: dx", given["x"].grad)
+    for first, then in itertools.chain(*map(itertools.pairwise, ORDER[layer.way])):
+        there = comes_before(link.log[begin:], first, then)
+        eye.note(f"{what}: no '{then}' after '{first}'", not there)
+    weight, bias = given["weight"], given["bias"]
+    if layer.fused:
+        eye.note(f"{what}: a dW is returned beside main_grad", weight.grad is not None)
+    eye.note(f"{what}: dW", weight.main_grad if layer.fused else weight.grad)
+    if bias is not None:
+        eye.note(f"{what}: db", bias.grad)
+    for name, mine in (given | {"dy": dy}).items():
+        eye.note(f"{what}: {name} is overwritten", not unchanged(mine, getattr(layer, name)))
 
 
-def weight_gradient_of(layer):
-    """Where the layer's dW is; raises Wrong if it is not there."""
-    main_grad = getattr(layer.weight, "main_grad", None)
-    if main_grad is None:
-        expect(layer.weight.grad is not None, "dW is None", "backward returns it after dx")
-        return layer.weight.grad
-    hint = "hand ctx.main_grad on to weight_gradient(), and return what that returns"
-    expect(layer.weight.grad is None, "a dW is returned beside main_grad", hint)
-    return main_grad
+def see_layers(name, layers, group, lab, eye):
+    """All layers forward, then all backward, and then what the others have left of each."""
+    function, run = getattr(lab, name), []
+    with mock.patch.object(lab, "BUFFER", lab.GlobalMemoryBuffer()):
+        with Link({}, mode="latest") as link:
+            for i, layer in enumerate(layers):
+                run.append(see_forward(f"layer {i}", function, layer, group, eye))
+        note_messages("forward", link, eye)
+        eye.note("the list of keys in BUFFER", sorted(map(str, lab.BUFFER.buffer)))
+        for memory in lab.BUFFER.buffer.values():
+            memory.fill_(torch.nan)
+        with Link({}, mode="latest") as link:
+            for i, layer in reversed([*enumerate(layers)]):
+                see_backward(f"layer {i}", *run[i], layer, link, eye)
+        note_messages("backward", link, eye)
+        used = [not memory.isnan().all() for memory in lab.BUFFER.buffer.values()]
+        eye.note("the list of what the backward uses of BUFFER", used)
+    for i, (y, given) in enumerate(run):
+        eye.note(f"layer {i}, after the others' turn: y", y)
+        eye.note(f"layer {i}, after the others' turn: dx", given["x"].grad)
 
 
-def expect_same_as_one_device(layer):
-    """Raise Wrong unless y and all gradients are one device's; returns the worst error."""
-    named = [("y", layer.out, layer.y), ("dx", layer.x.grad, layer.dx)]
-    named.append(("dW", weight_gradient_of(layer), layer.dw))
-    if layer.bias is not None:
-        named.append(("db", layer.bias.grad, layer.db))
-    worst = 0
-    for name, mine, right in named:
-        expect(mine is not None, f"{name} is None", "db = grad.sum((0, 1)) where it is needed")
-        with suppress(Wrong):
-            worst = max(worst, expect_close(name, mine, right))
-            continue
-        hint = "memory of BUFFER is the next layer's: never keep or return it"
-        late = "read before it had arrived: wait() for it first"
-        expect_close(f"{name}, after another layer's turn,", mine, right, 1e-5, {hint: mine}, late)
-    expect_same("x, weight or dy", (layer.x, layer.weight, layer.dy), layer.given)
-    return worst
+def linear(group, seed, way):
+    """Layers of uneven sizes: float32, with main_grad and no bias, float64.
 
-
-def check_layers(function, group, seed, way, order, forward, backward):
-    """All layers forward, then all backward, one rank late, and only then compared.
-
-    order: of the backward, as expect_order() takes it; forward, backward: the collectives allowed.
-    Returns the worst error and the first layer.
+    A rank has fewer output features than there are tokens, so no two GEMMs are as large.
     """
-    layers, worst = draw_layers(seed, group, way), 0
-    delay = partial(time.sleep, LATE) if group.rank() == seed % group.size() else None
-    shards = group.size() if way == "SP" else 1  # x holds one of them
-    for layer in layers:
-        layer.given = [t.detach().clone() for t in (layer.x, layer.weight, layer.dy)]
-        with Link(layer.gemms, delay=delay) as link:
-            layer.out, sizes = kept_storages(layer, function, group)
-        expect_moved(link, shards * layer.x.nbytes, forward)
-        kept = sum(sizes.values())
-        found = f"{kept} bytes are kept for the backward; {layer.x.nbytes} will do"
-        expect(kept <= layer.x.nbytes, found, "keep the shard x, not the gathered one")
-    for layer in reversed(layers):
-        with Link(layer.gemms, delay=delay) as link:
-            hint = "dW is of all tokens; returned are dx, dW, db, None, as large as x, weight, bias"
-            tried("the backward", hint, layer.out.backward, layer.dy)
-            expect(layer.x.grad is not None, "dx is None", "backward returns it first")
-            early = layer.x.grad.clone()  # before what was not waited for arrives
-        expect_order(link.log, order)
-        expect_moved(link, shards * layer.x.nbytes, backward)
-        hints = {"every rank's part of dx goes into the sum, before it is returned": layer.own_dx}
-        hints["a sum over the ranks, not a mean"] = layer.dx / group.size()
-        hint = "grad @ weight, summed over the ranks, in memory that no other message uses"
-        worst = max(worst, expect_close("dx", early, layer.dx, hints=hints, hint=hint))
-        mine, hint = weight_gradient_of(layer), "dy^T x, both of all tokens"
-        if not mine.isfinite().all():
-            hint = "wgrad has read what a message is still writing: is dx in BUFFER, too?"
-        expect_close("dW", mine, layer.dw, hint=hint)
-    for layer in layers:  # after the other layer has used the buffer
-        worst = max(worst, expect_same_as_one_device(layer))
-    return worst, layers[0]
+    numbers, layers, right = random.Random(seed), [], {}
+    for i, dtype in enumerate((torch.float32, torch.float32, torch.float64)):
+        sizes = [numbers.randint(3, 7) + more for more in (0, 5, 8)]
+        shape = sizes[0] * group.size(), 2, *sizes[1:]
+        layer = one_device(draw_whole(seed + i, dtype), group, *shape, way, bias=i != 1)
+        layer.fused = i == 1
+        layers.append(layer)
+        for when in "", ", after the others' turn":
+            right |= {f"layer {i}{when}: y": layer.y, f"layer {i}{when}: dx": layer.dx}
+        right[f"layer {i}: dW"] = layer.dw + layer.fused
+        if layer.bias is not None:
+            right[f"layer {i}: db"] = layer.db
+    see = partial(see_layers, f"{way.lower()}_linear", layers, group)
+    yield f"{group.size()} ranks", see, right
 
 
-def check_memory_buffer(lab, group, seed):
-    generator = torch.Generator().manual_seed(seed)
-    a, b, c = (torch.randint(2, 9, (), generator=generator).item() for _ in range(3))
-    buffer = lab.GlobalMemoryBuffer()
-
-    def get(*shape, dtype=torch.float32, name="mpu", of=buffer, hint="the key is (name, dtype)"):
-        call = of.get_tensor, shape, dtype, name
-        tensor = tried(f"get_tensor{shape}", "as many numbers as the shape has", *call)
-        expect(isinstance(tensor, torch.Tensor), f"get_tensor returns {type(tensor).__name__}")
-        found = f"{tuple(tensor.shape)} {tensor.dtype}, not {shape} {dtype}"
-        expect(tensor.shape == shape and tensor.dtype == dtype, found, hint)
-        expect(tensor.is_contiguous(), "it is not contiguous", "a collective wants it so")
-        return tensor
-
-    get(a, b, dtype=torch.bfloat16, name="first", hint="allocate it in that dtype")
-    first = get(a, b, c).fill_(1)
-    small = get(c, b - 1).fill_(2)
-    same = small.data_ptr() == first.data_ptr()
-    expect(same, "a smaller tensor gets memory of its own", "what is there is large enough: a view")
-    seen = first.flatten()[0] == 2
-    expect(seen, "what is written to the second is not seen in the first", "a view: no copy")
-    again = get(c, b, a).data_ptr() == first.data_ptr()
-    expect(again, "another shape gets memory of its own", "as many numbers fit")
-    old = buffer.buffer.get(("mpu", torch.float32))
-    found = f"buffer has the keys {[*buffer.buffer]}"
-    expect(old is not None, found, "the key is (name, dtype), the value a flat tensor")
-    old, first, small = weakref.ref(old), None, None
-    large = get(a + 1, b, c)
-    expect(old() is None, "memory that was too small is kept", "the largest asked for, alone")
-    held = large.untyped_storage().nbytes()
-    expect(held == large.nbytes, f"{held} bytes are held for {large.nbytes}", "the largest alone")
-    expect(get(a, c).data_ptr() == large.data_ptr(), "it shrinks again", "it only grows")
-    expect_apart(get, lab, a, b, large)
-    return f"6 tensors share {held} bytes; another dtype, name or buffer has its own"
-
-
-def expect_apart(get, lab, a, b, large):
-    """Raise Wrong where another dtype, name or buffer has the memory that large has."""
-    get(0, a)
-    others = {
-        "another dtype": get(a, b, dtype=torch.bfloat16),
-        "a dtype of the same size": get(a, b, dtype=torch.int32),
-        "another name": get(a, b, name="other"),
-        "another buffer": get(a, b, of=lab.GlobalMemoryBuffer()),
-    }
-    for what, other in others.items():
-        hint = "the key is (name, dtype), of a dict that each buffer has for itself"
-        expect(other.data_ptr() != large.data_ptr(), f"{what} shares memory", hint)
-
-
-def check_accumulation_fusion(lab, group, seed):
-    generator = torch.Generator().manual_seed(seed)
-    s, b, h, o, batches = 5, 2, 9, 7, 64
-    randn = partial(torch.randn, generator=generator)
-    weight, main_grad = randn(o, h).bfloat16().requires_grad_(), randn(o, h)
-    right, rounded = main_grad.double(), main_grad.clone()
-    in_bfloat16, before = main_grad.bfloat16(), main_grad.clone()
-    x, grad = randn(s, b, h).bfloat16(), randn(s, b, o).bfloat16()
-    alone = grad.flatten(0, 1).T @ x.flatten(0, 1)
-    mine, given = lab.weight_gradient(grad, x, None), (grad.clone(), x.clone())
-    expect_close("dW without main_grad", mine, alone, 1e-2, hint="dW (o/P, h) = grad^T x")
-    expect(mine.dtype == x.dtype, f"dW is {mine.dtype}", "without main_grad in the dtype of x")
-    lab.weight_gradient(grad, x, main_grad.clone())
-    expect_same("grad or x", (grad, x), given)
-    weight.main_grad = main_grad
-    for _ in range(batches):  # the same sign in all: as gradients are, and where bfloat16 stalls
-        x, grad = randn(s, b, h).abs().bfloat16(), randn(s, b, o).abs().bfloat16()
-        y = lab.tp_linear(x.requires_grad_(), weight, None, group)
-        y.backward(grad)
-        x, grad = x.detach().flatten(0, 1), grad.flatten(0, 1)
-        right += grad.double().T @ x.double()
-        rounded += (grad.T @ x).float()
-        in_bfloat16 += grad.T @ x
-    hint = "return None where main_grad got it"
-    expect(weight.grad is None, "a gradient tensor is made too", hint)
-    hint = "a sum over all tokens, added to what is there"
-    hints = {
-        "the product is rounded to bfloat16 before it is added": rounded,
-        "it is added up in bfloat16": in_bfloat16.float(),
-        "add to what is there": grad.float().T @ x.float(),
-        "nothing reached main_grad: work in place": before,
-    }
-    error = expect_close("main_grad", main_grad, right.float(), 1e-6, hints, hint)
-    apart = (in_bfloat16.double() - right).norm() / right.norm()
-    return f"{batches} microbatches: off by {error:.0e}; added up in bfloat16: {apart:.0e}"
-
-
-def check_tp_backward(lab, group, seed):
-    error, layer = check_layers(lab.tp_linear, group, seed, "TP", TP_ORDER, [], ["all_reduce"])
-    moved = f"all-reduce of {layer.x.nbytes} bytes"
-    return f"off by {error:.0e}; {moved} started before wgrad, waited after"
-
-
-def check_sp_linear(lab, group, seed):
-    asked, get_tensor = [], lab.BUFFER.get_tensor
-
-    def noting_get_tensor(*args, **kwargs):
-        asked.append(args)
-        return get_tensor(*args, **kwargs)
-
-    lab.BUFFER.get_tensor = noting_get_tensor
-    moved = ["all_gather"], ["all_gather", "reduce_scatter"]
-    error, layer = check_layers(lab.sp_linear, group, seed, "SP", SP_ORDER, *moved)
-    found = f"3 layers, forward and backward, take memory of BUFFER {len(asked)} times"
-    expect(len(asked) >= 6, found, "gather into BUFFER.get_tensor(shape, dtype, 'mpu')")
-    kept = f"{layer.x.nbytes} bytes kept of {layer.x.nbytes * group.size()}"
-    return f"off by {error:.0e}; {kept}; all-gather under dgrad, reduce-scatter under wgrad"
-
-
-CHECKS = {
-    "make_buckets": (buckets.check_make_buckets, 1),
-    "on_gradient": (buckets.check_on_gradient, 2),
-    "finish": (buckets.check_finish, 3),
-    "memory_buffer": (check_memory_buffer, 1),
-    "accumulation_fusion": (check_accumulation_fusion, 1),
-    "tp_backward": (check_tp_backward, 3),
-    "sp_linear": (check_sp_linear, 3),
+EXERCISES = {
+    "make_buckets": (make_buckets, 1),
+    "on_gradient": (on_gradient, 2),
+    "finish": (finish, 3, GROUPS),
+    "memory_buffer": (memory_buffer, 1),
+    "accumulation_fusion": (accumulation_fusion, 1),
+    "tp_backward": (partial(linear, way="TP"), 3, GROUPS),
+    "sp_linear": (partial(linear, way="SP"), 3, GROUPS),
 }
-
-
-# Bugs for --inject-bug: the checks have to catch every one
-
-
-def waits_at_once(lab):
-    """Every message is waited for where it starts: nothing overlaps, all values right."""
-
-    def at_once(name, *tensors, **options):
-        getattr(dist, name)(*tensors, **options | {"async_op": False})
-        return SimpleNamespace(wait=lambda: None)
-
-    replaced = {name: partial(at_once, name) for name in Link.OPS}
-    lab.dist = SimpleNamespace(**vars(dist) | replaced)
-
-
-def dx_in_shared_buffer(lab):
-    """The dx that the backward returns lives in the buffer that the next layer gathers into."""
-    right = lab.SPLinear.backward
-
-    def backward(ctx, grad):
-        dx, *rest = right(ctx, grad)
-        return lab.BUFFER.get_tensor(dx.shape, dx.dtype, "mpu").copy_(dx), *rest
-
-    lab.SPLinear.backward = staticmethod(backward)
-
-
-def product_rounded(lab):
-    """wgrad's product is rounded to bfloat16 before float32 adds it up."""
-    right = lab.weight_gradient
-
-    def weight_gradient(grad, x, main_grad):
-        dw = right(grad, x, None)
-        if main_grad is None:
-            return dw
-        main_grad += dw
-
-    lab.weight_gradient = weight_gradient
-
-
-BUGS = [waits_at_once, dx_in_shared_buffer, product_rounded]
+CHECKS, BUGS = checks(EXERCISES, finished, EXACT)
