@@ -2,18 +2,19 @@
 
 import inspect
 import json
+from unittest import mock
 
 import pytest
 import torch
 from conftest import ROOT, python
-from learner import CHECKS, LABS, SHOWN, harness, run_lab
+from learner import CHECKS, LABS, harness, run_lab
 
 from labs.lab3_pitfalls import check as lab3
-from labs.lab15_types import bits_bugs, oracle, typed, typed_bugs
+from labs.lab15_types import nets, oracle, typed
 
 lab = harness.load(LABS["lab15"])
 NETS = json.loads((ROOT / "labs" / "lab15_types" / "nets.json").read_text())
-BUGS = SHOWN["lab15"].break_it.BUGS
+BUGS = nets.break_it.BUGS
 
 
 @pytest.mark.ci(every=2)
@@ -41,25 +42,24 @@ def test_what_is_wrong_on_numbers_is_refused(options, monkeypatch, tmp_path):
 def test_the_table_of_nets_is_what_the_checker_says():
     expected = {f"{script}.py": list(bugs) for script, bugs in BUGS.items()}
     expected["lab3"] = list(lab3.CHECKS)
-    expected["lab16"] = sorted(change.__name__ for change in bits_bugs.SURE)
+    expected["lab16"] = sorted(nets.BITS["lab16"])
     assert {script: list(bugs) for script, bugs in NETS.items()} == expected
     for script, bugs in BUGS.items():
-        assert typed_bugs.script_says(script) is None, "without a bug it is accepted"
+        assert nets.script_says(script) is None, "without a bug it is accepted"
         for bug in bugs:
-            says = typed_bugs.script_says(script, bug)
+            says = nets.script_says(script, bug)
             assert ("types" in NETS[f"{script}.py"][bug]) == (says is not None), bug
             assert "parity" in NETS[f"{script}.py"][bug], "test_break_it.py runs them all"
     for name in lab3.CHECKS:
-        says = typed_bugs.pitfall_says(name)
+        says = nets.pitfall_says(name)
         assert ("types" in NETS["lab3"][name]) == (says is not None), name
-    changed = {tuple(key.split()) for key in typed_bugs.CHANGES}
-    assert changed <= {(script, bug) for script, bugs in BUGS.items() for bug in bugs}
+    assert set(nets.changes()) <= {(script, bug) for script, bugs in BUGS.items() for bug in bugs}
 
 
 @pytest.mark.ci
 @pytest.mark.slow  # 10 s
 def test_bits_are_judged_anew():
-    for script, bugs in bits_bugs.judge(seed=0).items():
+    for script, bugs in nets.judge_bits(seed=0).items():
         for bug, row in bugs.items():
             seen = NETS[script][bug] if script == "lab16" else {*NETS[script][bug]} & {"bits"}
             assert {*row} == {*seen}, (script, bug)
@@ -77,12 +77,12 @@ def test_one_rank_is_hugging_faces_layer():
     """tp_block on one rank of numbers, and LlamaDecoderLayer with the same weights."""
     from transformers import LlamaConfig, LlamaModel
 
-    types, returns = typed.PROGRAMS["tp_block"]
+    types, _ = typed.PROGRAMS["tp_block"]
     full = typed.drawn(types, 0)
     parts = {name: typed.Ranks([x]) for name, x in full.items()}
     functions = typed.on_numbers({"tp": 1})
     functions["rotary"] = lambda positions, x: x  # HF's own turn other pairs of numbers
-    with typed.inside(lab, functions):
+    with mock.patch.dict(vars(lab), functions):
         (mine,) = lab.tp_block(**parts)
     sizes = {"hidden_size": lab.H, "intermediate_size": lab.WIDTH, "num_hidden_layers": 1}
     sizes |= {"num_attention_heads": lab.HEADS, "num_key_value_heads": lab.KV, "head_dim": lab.D}
@@ -99,7 +99,7 @@ def test_one_rank_is_hugging_faces_layer():
     unturned = torch.ones(shape, dtype=torch.double), torch.zeros(shape, dtype=torch.double)
     mask = torch.ones(lab.LENGTH, lab.LENGTH, dtype=torch.bool).tril()[None, None]
     right = layer(full["x"], attention_mask=mask, position_embeddings=unturned)
-    assert typed.apart(mine, right.detach()) < 1e-6, "HF's norms are float32 inside"
+    assert harness.relative_error(mine, right.detach()) < 1e-6, "HF's norms are float32 inside"
 
 
 def test_an_error_names_the_line_and_the_mend():
@@ -121,12 +121,3 @@ def test_a_scalar_moves_and_an_unknown_dimension_does_not():
         lab.moved(lab.Typed((4,), {"tp": "P"}), "P", "S(1)", "tp")
     with pytest.raises(lab.TypeProblem, match="no rank can move"):
         lab.moved(lab.Typed((4,), {"tp": "V"}), "V", "R", "tp")
-
-
-def test_the_price_has_both_steps(monkeypatch):
-    price = SHOWN["lab15"].price
-    monkeypatch.setattr(price, "MODELS", {"tiny": (16, 24, 1, 4, 8)})
-    row = price.prices()["tiny"]
-    assert 0 < row["plain"]["kernels"] <= row["plain"]["step"] and row["dtensor"]["step"] > 0
-    share = row["plain"]["kernels"] / row["dtensor"]["step"]
-    assert row["dtensor"]["outside"] == pytest.approx(1 - share)

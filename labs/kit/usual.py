@@ -1,4 +1,4 @@
-"""Hints by usual mistakes, for the labs whose checks are no cases of judge.py: 11, 13, 15, 16, 17.
+"""Hints by usual mistakes, for the labs whose checks are no cases of judge.py: 11, 13, 16, 17.
 
 A usual mistake is a part of a finished function's text, and what stands there instead. The result
 with the mistake is compared with the learner's. Who changes a finished exercise has to change its

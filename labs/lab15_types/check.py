@@ -1,20 +1,25 @@
-"""Lab 15's checks: what rules and programs say of types has to hold on numbers of two ranks."""
+"""Lab 15's exercises: their cases. mistakes.txt has the wrong answers.
 
-import inspect
+No table says what a rule gives: what types say has to hold on numbers of two ranks, true_type().
+What is right of a program's results and gradients comes from one device.
+"""
+
 import itertools
 import math
 import random
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cache, partial
+from types import FunctionType
 
 import torch
 
-from labs.kit.compare import tried
-from labs.kit.harness import Wrong, expect
-from labs.kit.usual import usual_hint
+from labs.kit.eye import Most
+from labs.kit.judge import checks
 from labs.lab15_types import typed
-from labs.lab15_types.typed import PROGRAMS, S, finished
+from labs.lab15_types.typed import OPERATIONS, PROGRAMS, SHAPES, S, finished
 
-OPERANDS = {  # operations: the arguments that they are tried with, kind by kind
+OPERANDS = {  # operations: the arguments that they are tried with
     "linear": ("x", "q"),
     "norm": ("x", "norm1"),
     "embedding": ("ids", "table"),
@@ -23,378 +28,298 @@ OPERANDS = {  # operations: the arguments that they are tried with, kind by kind
 OPERANDS |= dict.fromkeys(("add", "multiply"), ("x", "y"))
 OPERANDS |= dict.fromkeys(("exp", "total", "mean", "softmax"), ("x",))
 KINDS = {"add": "add", "multiply": "multiply", "last": "norm", "none": "exp"}
-THROUGH = {"add": "all operands are P", "multiply": "one P, all others R", "none": "no P at all"}
-THROUGH["last"] = "P is the last operand, the others are R"
-MISTAKES = """
-== tp_block
-multiply(silu(linear(y, gate)), -> multiply(linear(y, gate),  # silu of gate y is left out
-(silu(linear(y, gate)), linear(y, up) -> (silu(linear(y, up)), linear(y, gate)  # silu of gate y
-multiply(silu(linear(y, gate)), -> (lambda *z: silu(multiply(*z)))(linear(y, gate),  # silu(gate y)
-norm(x, norm2) -> norm(x, norm1)  # the second norm is norm2
-norm(x, norm1) -> x  # norm(x, norm1) comes before attention
-norm(x, norm2) -> x  # norm(x, norm2) comes before the MLP
-x = add(x, move(y, "P", "I")) -> x = y  # attention is added to x
-return add(x, -> return add(norm(x, norm2),  # the MLP is added to x, not to what is normed
-return add(x, -> return multiply(exp(subtract(x, x)),  # the MLP is added to x
-norm, attention, o, added to x; norm, MLP, added to that: what you have is another layer
-== vocabulary_loss
-subtract(log(normalizer), own) -> subtract(own, log(normalizer))  # the target's logit is subtracted
-log(normalizer) -> normalizer  # the log of the sum
-mean(subtract -> (lambda x: total(total(x)))(subtract  # the mean, not the sum
-mean(subtract(log(normalizer), own)) -> subtract(log(normalizer), own)  # the mean over all tokens
-subtract(log(normalizer), own) -> log(normalizer)  # less the target's logit
-log(sum of exp(logits)) - the target's logit, and of that the mean
-== replicated_kv
-attention, then o, as the docstring has them
-== lora
-y = silu(add(linear(x, up), -> y = (add(silu(linear(x, up)),  # silu of the sum, not of up x alone
-silu(add(linear(x, up), -> (lambda *z: add(*map(silu, z)))(*(linear(x, up),  # silu of the sum
-y = silu(add( -> y = (add(  # silu of (up + b1 a1) x
-y = add(linear(y, down), -> y = (lambda x, y: x)(linear(y, down),  # + b2 a2 y
-(down + b2 a2) silu((up + b1 a1) x), and nothing else
-"""
+REFUSED = "refused"
 
 
-def called(function, *args):
-    """What a function of the lab's returns; None where it raises TypeProblem."""
-    hint = "raise TypeProblem, with a message, where types do not fit"
+def said(lab, function, *args):
+    """What a function of the lab's returns, or that it refuses the types."""
     try:
-        found = function(*args)
-    except NotImplementedError:  # an exercise not done
-        raise
-    except Exception as problem:
-        if type(problem).__name__ == "TypeProblem":
-            return None
-        raise Wrong(f"{type(problem).__name__}: {problem}", hint) from problem
-    expect(found is not None, "None is returned", hint)
-    return found
+        return function(*args)
+    except lab.TypeProblem:
+        return REFUSED
 
 
 @cache
-def true_types(operation, types):
-    """The types that an operation's result has on numbers, forward and backward; () if none.
+def true_type(operation, types):
+    """The type that an operation's result has on numbers of two ranks, forward and backward.
 
-    2 ranks hold operands of these types; a type fits, if what they compute makes up what one
-    device computes, and their gradients what its gradients are.
+    A type fits if the ranks' results make up what one device computes, and the ranks' gradients
+    what its gradients are. If none fits, the operation has to be refused.
     """
-    names = OPERANDS[operation]
-    own = {name: {"tp": type} for name, type in zip(names, types)}
+    own = {name: {"tp": type} for name, type in zip(OPERANDS[operation], types)}
+    mesh, right = {"tp": 2}, one_device(operation)
+    with suppress(ValueError, RuntimeError):
+        ran = typed.run(finished, alone(operation), own, mesh, 0)
+        for type in ("R", "I", "P", *map(S, range(right["the result"].dim()))):
+            with suppress(ValueError):  # ranks differ
+                found = typed.put_together(*ran, own, {"tp": type}, mesh, 0)
+                if not typed.difference(found, right):
+                    return type
+    return REFUSED
 
-    def program(**operands):
-        return getattr(finished, operation)(*(operands[name] for name in names))
 
-    dims = {"total": 2, "mean": 0, "attention": 4}.get(operation, 3)
-    outs = [{"tp": out} for out in ("R", "I", "P", *map(S, range(dims)))]
-    rights = [typed.one_device(finished, program, own, out) for out in outs]
-    fine = [typed.wrong_on_numbers(finished, program, own, *out) for out in zip(outs, rights)]
-    return tuple(out["tp"] for out, wrong in zip(outs, fine) if not wrong)
+def alone(operation):
+    """A program that is one operation."""
+    return lambda **operands: getattr(finished, operation)(*operands.values())
 
 
-def cases(operation):
+@cache
+def one_device(operation):
+    """What one device computes; there it makes no difference which types are given."""
+    types = typed.on(dict.fromkeys(OPERANDS[operation], "R"))
+    return typed.computed(finished, alone(operation), types, {"tp": "R"}, world=1)
+
+
+def combinations(operation):
     """Types of the operands: R, I, P and S(d); of ids, which have no gradient, R and S(d)."""
     letters = dict.fromkeys(("ids", "table"), ["R", "P"])
     each = []
     for name in OPERANDS[operation]:
-        dims = map(S, range(len(typed.SHAPES[name])))
+        dims = map(S, range(len(SHAPES[name])))
         each.append([*letters.get(name, ["R", "I", "P"]), *dims])
     return itertools.product(*each)
 
 
-def compare(what, found, right, hint=""):
-    """Raise Wrong unless a type is what numbers of ranks show; None: the operation is refused."""
-    if found is None:
-        expect(not right, f"{what} is refused; on numbers the result is {right[:1]}", hint)
-    else:
-        expect(right, f"{what} gives {found}; on numbers nothing fits", hint)
-        expect(found in right, f"{what} gives {found}; on numbers it is {right[0]}", hint)
+def gradient(group, seed):
+    def see(lab, eye):
+        for type in ("R", "I", "P", "V", S(0), S(2)):
+            eye.note(f"the gradient of {type}", lab.gradient(type))
+
+    def see_moves(lab, eye):
+        for src, dst in moves():
+            eye.note(f"the backward of {src} to {dst}", " to ".join(lab.backward(src, dst)))
+
+    yield "gradient", see
+    yield "backward", see_moves
 
 
-def check_gradient(lab, group, seed):
-    right = {"R": "P", "I": "I", "P": "R", "V": "V", S(0): S(0), S(2): S(2)}
-    hints = {"R": "each rank's work differs: it has a summand", "I": "the same work: all of it"}
-    hints["P"] = "d(sum)/d(summand) is 1: every rank gets the sum's gradient, the same on each"
-    for type, own in right.items():
-        hint = hints.get(type, "each rank has the gradient of what it holds")
-        found = tried(f"gradient({type!r})", "of any d", lab.gradient, type)
-        expect(found == own, f"the gradient of {type} is {found}, not {own}", hint)
-    for pair in " ".join(lab.MOVES).split():
-        src, dst = (f"S({i})" if letter == "S" else letter for i, letter in enumerate(pair))
-        found, own = lab.backward(src, dst), (right.get(dst, dst), right.get(src, src))
-        hint = "from the gradient of dst to that of src"
-        expect(found == own, f"backward of {src} to {dst}: {found}, not {own}", hint)
-        expect(typed.BACK[pair] == own[0][0] + own[1][0], pair)  # what the numbers do
-    return "6 types, 15 moves"
+def moves():
+    """(src, dst) of all moves; a sharded tensor is cut along dimension 0, or 1 behind the move."""
+    for pair in " ".join(finished.MOVES).split():
+        yield tuple(f"S({i})" if letter == "S" else letter for i, letter in enumerate(pair))
 
 
-def check_sent(lab, group, seed):
-    """Who needs numbers of others? Those whose result differs when another rank's input does."""
-    names = {"PR": "all_reduce", "PI": "all_reduce", "PS": "reduce_scatter", "SR": "all_gather"}
-    names |= {"SI": "all_gather", "SS": "all_to_all"}
-    xs = torch.randn(2, 2, 4)
-    for pair in " ".join(lab.MOVES).split():
-        src, dst = (f"S({i})" if letter == "S" else letter for i, letter in enumerate(pair))
-        before, after = (typed.carry_out(src, dst, [xs[0], other])[0] for other in (xs[1], xs[0]))
-        needed, found = not torch.equal(before, after), lab.sent(src, dst)
-        hint = "a rank needs what others have" if needed else "a rank has what it needs"
-        hint += "; S(0), S(1), .. begin with S" * (needed and "S" in pair)
-        hint = hint if (found is not None) != needed else f"{names.get(pair)}: see MOVES"
-        expect(found == names.get(pair), f"{src} to {dst}: sent() is {found}", hint)
-        expect((found is not None) == needed, f"{pair}: {found}")  # as the numbers say
-    return "6 of 15 moves send something"
+def sent(group, seed):
+    def see(lab, eye):
+        for src, dst in moves():
+            eye.note(f"the collective of {src} to {dst}", lab.sent(src, dst) or "none")
+
+    yield "all moves", see
 
 
-def check_letters(lab, group, seed):
-    for (kind, operation), n in itertools.product(KINDS.items(), (1, 2, 3)):
+def letters(group, seed):
+    def see(asked, lab, eye):
+        changed = False
+        for kind, types in asked:
+            given = list(types)
+            eye.note(f"{kind} of {', '.join(types)}", said(lab, lab.combine_letters, kind, given))
+            changed |= given != [*types]
+        eye.note("types is overwritten", changed)
+
+    cases = {}
+    for kind, n in itertools.product(KINDS, (1, 2, 3)):
         for types in itertools.product("RIPV", repeat=n):
-            found, right = (called(x.combine_letters, kind, [*types]) for x in (lab, finished))
-            what, hint = f"{kind} of {', '.join(types)}", THROUGH[kind]
-            if {"I"} < {*types}:
-                hint = "I with I alone: with R beside it, its gradient would be a summand"
-            elif "V" in types or "P" not in types:
-                hint = "R is R, I is I; V with R or V is V, and with no other"
-            if "V" not in types and n == len(OPERANDS[operation]):
-                compare(what, found, true_types(operation, types), hint)
-            expect(found == right, f"{what}: {found or 'refused'}, not {right or 'refused'}", hint)
-    return "R, I and P as on numbers of 2 ranks; V"
+            title = f"{kind} with P" if "P" in types else "R or I alone"
+            title = "V among the types" if "V" in types else title
+            title = "I beside others" if {"I"} < {*types} else title
+            cases.setdefault(title, []).append((kind, types))
+    for title, asked in cases.items():
+        right = {}
+        for kind, types in asked:
+            if "V" not in types and len(types) == len(OPERANDS[KINDS[kind]]):
+                right[f"{kind} of {', '.join(types)}"] = true_type(KINDS[kind], types)
+        yield title, partial(see, asked), right
 
 
-def check_shards(lab, group, seed):
+def shards(group, seed):
+    def see(asked, lab, eye):
+        changed = False
+        for name, (labels, out, whole, types) in asked.items():
+            given = list(labels), list(types)
+            eye.note(name, said(lab, lab.combine_shards, given[0], out, whole, given[1]))
+            changed |= given != (list(labels), list(types))
+        eye.note("an argument is overwritten", changed)
+
+    cases, right = {}, {}
     for operation in OPERANDS:
         _, equation, whole = finished.rule(operation)
         dims = "abc" if operation in ("add", "multiply", "exp", "mean") else "ab"
         *labels, out = equation.replace("*", dims).replace("->", ",").split(",")
-        for types in cases(operation):
+        for types in combinations(operation):
             if any(type[0] == "S" for type in types):
-                found = called(lab.combine_shards, labels, out, whole, list(types))
-                what = f"{operation} of {', '.join(types)} ({equation})"
-                hint = hint_of(labels, out, whole, types)
-                compare(what, found, true_types(operation, types), hint)
-    for *types, right in (("V", S(0), "V"), (S(1), "V", "V"), (S(0), "V", "I", None)):
-        found = called(lab.combine_shards, ["ab"] * len(types), "ab", "", types)
-        told = f"{', '.join(types)}: {found or 'refused'}, not {right or 'refused'}"
-        expect(found == right, told, "V beside a shard is V; I or P beside a shard is refused")
-    return "all types of operands, as on numbers of 2 ranks"
+                what = labels, out, whole, types
+                name = f"{operation} ({', '.join(labels)} to {out}) of {', '.join(types)}"
+                cases.setdefault(kind_of(*what), {})[name] = what
+                right[name] = true_type(operation, types)
+    for types in (("V", S(0)), (S(1), "V"), (S(0), "V", "R"), (S(0), "V", "I"), ("P", "V", S(1))):
+        what = ["ab"] * len(types), "ab", "", types
+        cases.setdefault("V among the types", {})[", ".join(types)] = what
+    for title, asked in cases.items():
+        yield title, partial(see, asked), {name: right[name] for name in asked if name in right}
 
 
-def hint_of(labels, out, whole, types):
-    """What to think of, where a combination with shards is wrong."""
-    names = [label[finished.sharded_dim(t)] for label, t in zip(labels, types) if t[0] == "S"]
-    if len(set(names)) > 1:
-        return "rank r has slice r of one dimension and slice r of another: a block of the diagonal"
+def kind_of(labels, out, whole, types):
+    """Which sentence of combine_shards()'s docstring a combination is about: a case's title."""
+    pairs = list(zip(labels, types))
+    names = [label[finished.sharded_dim(type)] for label, type in pairs if type[0] == "S"]
     if {"I", "P"} & set(types):
-        return "a shard has R beside it, or a shard"
-    if any(t == "R" and names[0] in label for label, t in zip(labels, types)):
-        return "the R operand has all of the sharded dimension: it has to be cut first"
+        return "I or P beside a shard"
+    if len(set(names)) > 1:
+        return "shards of two letters"
+    if any(type == "R" and names[0] in label for label, type in pairs):
+        return "R with the letter that is cut"
     if names[0] in whole:
-        return f"the letter is in whole ({whole!r}): one number needs all others along it"
-    if names[0] in out:
-        return "R without the letter fits; the result is sharded where out has the letter"
-    return "out lacks the letter: a sum, of which each rank has a summand: P"
+        return "a letter in whole"
+    return "a letter of the result" if names[0] in out else "a letter that is summed over"
 
 
-def line_of(text, *names):
-    """What stands behind the first of these names that has a line in a text; "" if none has."""
-    found = (text.partition(f"\n{name}: ")[2].partition("\n")[0] for name in names)
-    return next(filter(None, found), "")
-
-
-def rule_hint(lab, operation):
-    """What is wrong with a rule: its kind, its equation or the letters in whole."""
-    parts = []
-    for kind, equation, whole in (x.rule(operation) for x in (lab, finished)):
-        letters = dict.fromkeys(filter(str.isalpha, equation))  # numbered as they come
-        known = str.maketrans({letter: str(i) for i, letter in enumerate(letters)})
-        parts.append((kind, equation.translate(known), sorted(whole.translate(known))))
-    hints = line_of(typed.RULE_HINTS, operation).split("; ")
-    return next((hint for hint, *pair in zip(hints, *parts) if pair[0] != pair[1]), "")
-
-
-def check_rules(lab, group, seed):
-    for operation in ("linear", "norm", "softmax", "embedding", "attention"):
-        for types in cases(operation):
-            shapes = [typed.SHAPES[name] for name in OPERANDS[operation]]
+def rules(group, seed):
+    def see(operation, lab, eye):
+        def result(types):
+            shapes = [SHAPES[name] for name in OPERANDS[operation]]
             operands = [lab.Typed(shape, {"tp": type}) for shape, type in zip(shapes, types)]
-            made = called(lab.operate, operation, *operands)
-            found = made and made.types["tp"]
-            right, hint = true_types(operation, types), rule_hint(lab, operation)
-            compare(f"{operation} of {', '.join(types)}", found, right, hint)
-            shape = {"attention": (2, 4, 4, 2), "linear": (2, 4, 16)}.get(operation, (2, 4, 8))
-            what = f"{operation}: {made and made.shape}"
-            expect(made is None or made.shape == shape, what, hint)
-    shapes = (2, 4, 8, 3), (2, 6, 8, 3), (2, 6, 8, 5)
-    made = called(lab.operate, "attention", *(lab.Typed(shape, {"tp": "R"}) for shape in shapes))
-    found = f"attention of q, k and v of shapes {shapes}: {made and made.shape}"
-    expect(made and made.shape == (2, 4, 8, 5), found, rule_hint(lab, "attention"))
-    return "all types of their operands, as on numbers of 2 ranks"
+            return said(lab, lab.operate, operation, *operands)
+
+        eye.note("the shape", getattr(result(["R"] * len(OPERANDS[operation])), "shape", REFUSED))
+        for types in combinations(operation):
+            found = result(types)
+            eye.note(", ".join(types), found if found == REFUSED else found.types["tp"])
+
+    def see_sizes(lab, eye):
+        shapes = (2, 4, 8, 3), (2, 6, 8, 3), (2, 6, 8, 5)
+        found = lab.operate("attention", *(lab.Typed(shape, {"tp": "R"}) for shape in shapes))
+        eye.note(f"the shape of q, k, v of {shapes}", found.shape)
+
+    yield "attention", see_sizes
+    for operation in "linear", "norm", "softmax", "embedding", "attention":
+        right = {", ".join(types): true_type(operation, types) for types in combinations(operation)}
+        yield operation, partial(see, operation), right
 
 
-def check_reshape(lab, group, seed):
-    drawn, refused = random.Random(seed), 0
+def reshape(group, seed):
+    numbers, other, cases = random.Random(seed), itertools.cycle("RSIPV"), {}
     fixed = [((2, 4, 8), (2, 4, 4, 2), 2), ((2, 4, 4, 2), (2, 4, 8), 3), ((2, 8), (16,), 1)]
     fixed += [((4, 6), (1, 4, 6), 0), ((4, 6), (4, 1, 6), 1), ((1, 4, 6), (4, 6), 1)]
-    for i in range(100):
-        old, new = ([2 ** drawn.randint(1, 2) for _ in range(3)] for _ in "ab")
+    for _ in range(100):
+        old, new = ([2 ** numbers.randint(1, 2) for _ in range(3)] for _ in "ab")
         new[-1] = math.prod(old) // math.prod(new[:-1]) or 1
-        old, new, dim = (tuple(old), tuple(new), drawn.randrange(3)) if i >= 6 else fixed[i]
-        if math.prod(old) != math.prod(new):
-            continue
-        full = torch.arange(math.prod(old)).view(old)
-        right = []
-        for e, size in enumerate(new):
-            local = [*new[:e], size // 2, *new[e + 1 :]]
-            if size % 2 == 0:
-                parts = [part.reshape(local) for part in full.chunk(2, dim)]
-                if torch.equal(torch.cat(parts, e), full.view(new)):
-                    right.append(S(e))
-        asked = (*new[:-1], -1) if i % 2 else new
-        axes = ("tp", "dp")[:: 1 - i % 2 * 2]
-        other = S(dim) if i % 3 else "P"
-        x = lab.Typed(old, {axes[0]: S(dim), axes[1]: other})
-        made = called(lab.reshape, x, asked)
-        found = made and made.types[axes[0]]
-        hint = "the dimensions before d, and those before e, have the same product"
-        hint = hint if right else "no dimension begins where d did: TypeProblem"
-        hint = "one number cannot be cut: the next dimension that fits" if 1 in new else hint
-        compare(f"{old}, {S(dim)}, reshaped to {asked}", found, right, hint)
-        expect(x.types[axes[0]] == S(dim), "the argument x has other types now", "dict(x.types)")
-        refused += made is None
-        if made is not None:
-            fine = made.types.get(axes[1]) == (found if other != "P" else other)
-            fine = fine and made.shape == tuple(new)
-            expect(fine, f"{x} becomes {made}", "every axis has a type: S(d) moves, a letter stays")
-    return f"100 reshapes as on numbers, {refused} of them refused"
+        if math.prod(old) == math.prod(new):
+            fixed.append((tuple(old), tuple(new), numbers.randrange(3)))
+    for n, (old, new, dim) in enumerate(dict.fromkeys(fixed)):
+        right = on_numbers(old, new, dim)
+        title = "one dimension begins where d did" if right != REFUSED else "none begins there"
+        title = "dimensions of 1 number" if 1 in new else title
+        asked = (*new[:-1], -1) if n % 2 else new
+        cases.setdefault(title, []).append((old, new, asked, dim, next(other), right))
+
+    def see(asked, lab, eye):
+        changed = False
+        for old, new, shape, dim, letter, _ in asked:
+            types = {"dp": S(dim) if letter == "S" else letter, "tp": S(dim)}
+            x = lab.Typed(old, dict(types))
+            made = said(lab, lab.reshape, x, shape)
+            what = f"{S(dim)} of {old} in the shape {new}"
+            eye.note(what, made if made == REFUSED else made.types["tp"])
+            if made != REFUSED:
+                both = made.types.get("dp"), made.shape
+                eye.note(f"{what}, beside {types['dp']} on dp: the type on dp, the shape", both)
+            changed |= x.types != types
+        eye.note("the types of x are overwritten", changed)
+
+    for title, asked in cases.items():
+        right = {f"{S(dim)} of {old} in the shape {new}": r for old, new, _, dim, _, r in asked}
+        yield title, partial(see, asked), right
 
 
-def check_mend(lab, group, seed):
-    for name, (types, returns) in PROGRAMS.items():
-        program = getattr(lab, name)
-        right = typed.one_device(lab, program, types, returns, seed)
-        mutants = typed.mutants(lab, program, types)
-        for how, edits in (m for m in mutants if m[0] in ("dropped", "doubled")):
-            what = f"{name} with a move {how} ({edits})"
-            both = [typed.mutated(x, getattr(x, name), edits) for x in (lab, finished)]
-            found = expect_mended(what, lab, both, types, returns)
-            off = typed.wrong_on_numbers(lab, both[0], types, returns, right, seed, dict([found]))
-            expect(not off, f"{what}: with {found} {off}")
-    for what, made, k, v in SMALL:
-        types = {"k": {"tp": k}, "v": {"tp": v}, "norm1": {"tp": "I"}}
-        expect_mended(what, lab, [partial(made, x) for x in (lab, finished)], types, {"tp": "I"})
-    return f"all programs mended, and right on numbers; {len(SMALL)} small ones"
+def on_numbers(old, new, dim):
+    """The type that a tensor, sharded along dim, has in a new shape, as two halves show it."""
+    full = torch.arange(math.prod(old)).view(old)
+    for e, size in enumerate(new):
+        local = [*new[:e], size // 2, *new[e + 1 :]]
+        if size % 2 == 0:
+            parts = [part.reshape(local) for part in full.chunk(2, dim)]
+            if torch.equal(torch.cat(parts, e), full.view(new)):
+                return S(e)
+    return REFUSED
 
 
-SMALL = (  # what, program (of a module's operations), types of k and v
-    ("an unused exp(k)", lambda x, k, v, norm1: (x.exp(k), norm1)[1], "P", "R"),
-    ("an unused k + v", lambda x, k, v, norm1: (x.add(k, v), norm1)[1], "I", "P"),
-    ("a result k", lambda x, k, v, norm1: k, "V", "R"),
-    ("a v + k, summed", lambda x, k, v, norm1: (x.add(v, x.move(k, "P", "R")), norm1)[1], "P", "I"),
-    ("v + k, summed to R", lambda x, k, v, norm1: x.add(v, x.move(k, "P", "R")), "P", "I"),
-)
-
-
-def expect_mended(what, lab, programs, *how):
-    """Raise Wrong unless mend() mends the lab's program as the finished one its own; the edit."""
-    problem, other = (x.check(program, *how) for x, program in zip((lab, finished), programs))
-    right = finished.mend(programs[1], *how, other)
-    hint = "an edit is (number of a call, (operand or None, src, dst, axis)), axis one of x.types"
-    found = tried(f"{what}: mend()", hint, lab.mend, programs[0], *how, problem)
-    hint = "all three kinds, of each operand and axis, each dst: R, I, S(d) for every d, P"
-    expect(found is not None or right is None, f"{what}: mend() finds nothing", hint)
-    accepted = found == right or lab.check(programs[0], *how, dict([found])) is None
-    hint = "check() all of the program; None where no edit will do"
-    expect(accepted, f"{what}: {found} mends nothing", hint)
-    hint = "another comes first: a move left out, then other moves before, then moves in front;"
-    expect(found == right, f"{what}: {found}", f"{hint} operands in order; dst R, I, S(0), .., P")
-    return found
-
-
-def mending(lab, program, types, returns, problem, least):
-    """The edit that mends a program, in words; "" where it would send more than it has to."""
-    number, how = lab.mend(program, types, returns, problem) or (None, None)
-    mended = typed.mutated(lab, program, {number: how})
-    if not how or typed.message_numbers(lab, mended, types) > least:
-        return ""
-    i, src, dst, axis = how
-    where = "in place of an operand's move" if i is None else f"of operand {i + 1}"
-    move = f"a move {src} to {dst} on {axis}, {where}," if src != dst else "leaving the move out"
-    return f"; mend it by {move}"
-
-
-def layer_hint(lab, name, seed):
-    """Which usual mistake gives the result that a program of the lab gives on one device."""
-    types, returns = PROGRAMS[name]
-    function = getattr(finished, name.replace("sp_", "tp_"))  # on one device they are the same
-    mine, _ = typed.one_device(lab, getattr(lab, name), types, returns, seed)
-    full = typed.drawn(types, seed)
-    args = [typed.Ranks([full[argument]]) for argument in inspect.signature(function).parameters]
-    with typed.inside(finished, typed.on_numbers(dict.fromkeys(returns, 1))):
-        return usual_hint(MISTAKES, function, args, mine, 0)
-
-
-def check_program(name):
-    """The check of a program: accepted, right on numbers, and sends no more than it has to."""
-
-    def check(lab, group, seed):
-        types, returns = PROGRAMS[name]
-        program = getattr(lab, name)
-        hint = "move(x, src, dst, axis): on the axes kv and rep, if there are two"
-        problem = tried(name, hint, lab.check, program, types, returns)
-        least = typed.message_numbers(finished, getattr(finished, name), types)
-        if problem is not None:
-            hint = line_of(typed.PROGRAM_HINTS, f"{name} {problem.operation}", name)
-            hint += mending(lab, program, types, returns, problem, least)
-            hint = f"{hint}; sizes: see the shapes" if str(problem).startswith("sizes") else hint
-            raise Wrong(f"line {problem.line}, {problem.operation}: {problem}", hint)
-        right = typed.one_device(finished, getattr(finished, name), types, returns, seed)
-        off = typed.wrong_on_numbers(lab, program, types, returns, right, seed)
-        expect(not off, f"types fit, and {off}", off and layer_hint(lab, name, seed))
-        mine, norms = (typed.norms(x, getattr(x, name), types) for x in (lab, finished))
-        hint = "a norm is of the residual stream, in front of f or of the gather"
-        expect(mine == norms, f"norms of what is {mine}, not {norms}", hint)
-        sent = typed.message_numbers(lab, program, types)
-        hint = "it sends more than it has to: one f for what is used several times; move the small"
-        hint += "; an all-reduce counts twice: it is a reduce-scatter and an all-gather"
-        hint = line_of(typed.PROGRAM_HINTS, f"{name} messages") or hint
-        expect(sent <= least, f"{sent} numbers in messages: send {least}", hint)
-        return f"accepted; result and gradients as on one device; {sent} numbers in messages"
-
-    return check
-
-
-CHECKS = {
-    "gradient": (check_gradient, 1),
-    "sent": (check_sent, 1),
-    "letters": (check_letters, 1),
-    "shards": (check_shards, 1),
-    "rules": (check_rules, 1),
-    "reshape": (check_reshape, 1),
-    "mend": (check_mend, 1),
+K_AND_V = {"norm1": "I", "k": "P", "v": "I"}
+SMALL = {  # programs, whose operations come first: what is wrong with them, types of the arguments
+    "exp(k)": (lambda o, k, v, norm1: (o.exp(k), norm1)[1], K_AND_V),
+    "k + v": (lambda o, k, v, norm1: (o.add(k, v), norm1)[1], K_AND_V | {"k": "I", "v": "P"}),
+    "the result": (lambda o, k: k, {"k": "V"}),
+    "v + k": (lambda o, k, v, norm1: (o.add(v, o.move(k, "P", "R")), norm1)[1], K_AND_V),
+    "the result v + k": (lambda o, k, v: o.add(v, o.move(k, "P", "R")), {"k": "P", "v": "I"}),
+    "x k, with k summed": (
+        lambda o, x, k: (o.linear(x, k), o.move(o.mean(k), "P", "I"))[1],
+        {"x": "R", "k": "I"},
+    ),
 }
-CHECKS |= {name: (check_program(name), 1) for name in PROGRAMS}
 
 
-def swapped_gradients(lab):
-    """R and I have each other's gradients: what every rank has is taken for a summand."""
-    lab.gradient = lambda type: {"I": "P", "P": "R", "R": "I"}.get(type, type)
+def mend(group, seed):
+    def edit_of(lab, program, how):
+        """What mend() says to a program that does not fit."""
+        return str(lab.mend(program, *how, lab.check(program, *how)))
+
+    def see(name, lab, eye):
+        how = types, _ = PROGRAMS[name]
+        program = FunctionType(getattr(finished, name).__code__, vars(lab))  # on their operations
+        for kind, edits in typed.mutants(lab, program, types):
+            if kind in ("dropped", "doubled"):
+                broken = typed.edited(lab, program, edits)
+                number = [*edits][0]
+                eye.note(f"the mend of call {number}, {kind},", edit_of(lab, broken, how))
+
+    def see_small(lab, eye):
+        for what, (program, types) in SMALL.items():
+            how = typed.on(types), {"tp": "I"}
+            eye.note(f"the mend of {what},", edit_of(lab, partial(program, lab), how))
+
+    for name in PROGRAMS:
+        yield name, partial(see, name)
+    yield "small programs", see_small
 
 
-def affine_partial(lab):
-    """P + R is P: what is R counts once for each rank."""
-    right = lab.combine_letters
+@dataclass
+class Refused:
+    """What does not fit in a program; where that is differs from answer to answer."""
 
-    def combine_letters(kind, types):
-        return "P" if kind == "add" and set(types) == {"P", "R"} else right(kind, types)
+    problem: str
+    line: int = field(compare=False)
 
-    lab.combine_letters = combine_letters
-
-
-def unsummed_norm(lab):
-    """Sequence parallelism's norms are not moved: each rank keeps its own tokens' gradient."""
-    move = lab.move
-
-    def keep(x, src, dst, axis="tp"):
-        return x if len(x.shape) == 1 else move(x, src, dst, axis)
-
-    lab.move = keep
+    def __str__(self):
+        return f"refused in line {self.line}, because of {self.problem}"
 
 
-BUGS = [swapped_gradients, affine_partial, unsummed_norm]
+def program(name):
+    """The cases of a program: accepted, right on numbers, and no more messages than it needs."""
+    types, returns = PROGRAMS[name]
+
+    def see(seed, lab, eye):
+        function = getattr(lab, name)
+        problem = lab.check(function, types, returns)
+        for operation in [*OPERATIONS, "give_back"]:
+            here = problem and problem.operation == operation
+            said = Refused(str(problem), problem.line) if here else "accepted"
+            eye.note(f"{operation}()", said)
+        if eye.goes_on():
+            for what, x in typed.computed(lab, function, types, returns, seed).items():
+                eye.note(what, x)
+            calls = typed.calls_of(lab, function, types)
+            normed = [str(args[0].types) for operation, args in calls if operation == "norm"]
+            eye.note("what norm() gets", normed)
+            eye.note("numbers in messages", Most(typed.message_numbers(lab, function, types)))
+
+    def cases(group, seed):
+        ours = getattr(finished, name)
+        right = typed.computed(finished, ours, types, returns, seed, world=1)
+        yield name, partial(see, seed), right
+
+    return cases
+
+
+EXERCISES = {cases.__name__: (cases, 1) for cases in (gradient, sent, letters, shards)}
+EXERCISES |= {cases.__name__: (cases, 1) for cases in (rules, reshape, mend)}
+EXERCISES |= {name: (program(name), 1) for name in PROGRAMS}
+CHECKS, BUGS = checks(EXERCISES, finished, typed.SAME)

@@ -7,38 +7,29 @@ typed programs; what the float64 proof says to them stands in nets.json (--nets:
 
 import json
 import linecache
-import os
-import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 from labs.kit.cli import check_writable
-from labs.kit.harness import LABS, load, on_ranks, table
+from labs.kit.harness import table
 from labs.kit.pictures import BLUE, GREY, PALE, picture
-from labs.lab3_pitfalls import check as lab3
-from labs.lab3_pitfalls.show import WRONG, size, try_all
-from labs.lab15_types import bits_bugs, oracle, price, typed, typed_bugs
+from labs.lab15_types import nets, oracle, typed
 from labs.lab15_types.typed import PROGRAMS
 
-break_it = load(LABS / "break_it.py")
-NETS = LABS / "lab15_types" / "nets.json"
 SHOWN = "sp_block"  # the program that the question is about
 HOWS = "dropped", "doubled", "changed", "exchanged"
-WATCHING = "adaptive_timing", "rank_0_clock"  # no number of the model is wrong
 JUDGED = "types", "parity", "bits"
 
 
 def judge(lab, name, seed, everything):
     """{"mutants", "wrong", "refused", "mended", "first", "package", "odd"} of a program."""
     (types, returns), program = PROGRAMS[name], getattr(lab, name)
-    right = typed.one_device(lab, program, types, returns, seed)
+    right = typed.computed(lab, program, types, returns, seed, world=1)
     found, odd = Counter(), []
     mutants = list(typed.mutants(lab, program, types))
     with oracle.fake_mesh(dict.fromkeys(returns, 2)) as mesh:
         for i, (how, edits) in enumerate([("right", {}), *mutants]):
-            broken = typed.mutated(lab, program, edits)
+            broken = typed.edited(lab, program, edits)
             problem = lab.check(broken, types, returns)
             wrong = typed.wrong_on_numbers(lab, broken, types, returns, right, seed)
             found.update([how] * (i > 0), wrong=wrong is not None, refused=problem is not None)
@@ -46,10 +37,9 @@ def judge(lab, name, seed, everything):
                 odd.append(f"{name}, {how}, {edits}: {problem} on types, {wrong} on numbers")
             if how in ("dropped", "doubled"):
                 edit = lab.mend(broken, types, returns, problem)
-                bad = edit is None or typed.wrong_on_numbers(
-                    lab, broken, types, returns, right, seed, dict([edit])
-                )
-                found.update(mended=not bad)
+                mended = edit and typed.edited(lab, broken, dict([edit]))
+                how = types, returns, right, seed
+                found.update(mended=mended and not typed.wrong_on_numbers(lab, mended, *how))
             if oracle.installed() and (everything or i % 4 == 0):
                 other = oracle.refused(mesh, lab, broken, types, returns)
                 found.update(asked=1, same=(other is None) == (problem is None))
@@ -79,102 +69,36 @@ def show_mutants(lab, args):
     return found, off
 
 
-def type_verdicts():
-    """{script, lab3 or lab16: {bug: what the checker says, or None}}."""
-    found = {}
-    for script, bugs in break_it.BUGS.items():
-        found[f"{script}.py"] = {bug: typed_bugs.script_says(script, bug) for bug in bugs}
-    found["lab3"] = {name: typed_bugs.pitfall_says(name) for name in lab3.CHECKS}
-    # orders of sums and random numbers: a type says nothing of either
-    found["lab16"] = {bug: None for script, bug in sorted(bits_bugs.JUDGED) if script == "lab16"}
-    return found
-
-
-def proof_sees(script, bug):
-    """Whether the float64 proof of a script fails with a bug, on 2 ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
-    command += ["labs/break_it.py", script, bug, "--length", "64"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, cwd=LABS.parent, env=environment, capture_output=True, text=True)
-    return "FAIL correctness" in run.stdout
-
-
-def pitfalls_seen(seed):
-    """{pitfall: whether a comparison of gradients with one device shows it, or it raises}."""
-    names = [name for name in lab3.CHECKS if name not in WATCHING]
-    ranks = on_ranks(
-        2, try_all, load(LABS / "lab3_pitfalls" / "lesson.py"), names, seed, timeout=120
-    )
-    found = dict.fromkeys(WATCHING, False)
-    for name in names:
-        rows = [rank[name]["wrong"] for rank in ranks if "wrong" in rank[name]]
-        worst = max(rows, key=size)
-        found[name] = worst.get("gradient", size(worst)) > WRONG
-    return {name: found[name] for name in lab3.CHECKS}
-
-
-def make_nets(seed):
-    """nets.json anew: {script: {bug: the nets that see it}}."""
-    found, bits = {}, bits_bugs.judge(seed)
-    for script, bugs in type_verdicts().items():
-        seen = pitfalls_seen(seed) if script == "lab3" else {}
-        for bug, problem in bugs.items():
-            row = bits.get(script, {}).get(bug, [])
-            if script != "lab16":
-                parity = seen[bug] if script == "lab3" else proof_sees(script, bug)
-                row = ["types"] * (problem is not None) + ["parity"] * parity + row
-            found.setdefault(script, {})[bug] = row
-            print(f"  {script:15} {bug:28} {', '.join(row)}", flush=True)
-    NETS.write_text(json.dumps(found, indent=1) + "\n")
-
-
 def show_nets():
     """The table of bugs and nets; (nets, what is off)."""
-    nets, off = json.loads(NETS.read_bytes()), []
+    found, off = json.loads(nets.NETS.read_bytes()), []
     print(
         "\nWhich net sees which bug: types (no rank, no data), parity (the float64 proof), bits (as"
     )
     print("on one rank to the last bit: lab 16's program, where it has a place for the bug)")
     rows = [["", "bug", *JUDGED, "what the checker says"]]
-    for script, bugs in type_verdicts().items():
+    for script, bugs in nets.type_verdicts().items():
         for bug, problem in bugs.items():
-            row = nets.get(script, {}).get(bug, [])
+            row = found.get(script, {}).get(bug, [])
             if ("types" in row) != (problem is not None):
                 off.append(f"{script} {bug}: nets.json has {row}, the checker says {problem}")
             marks = [mark(script, bug, net, row) for net in JUDGED]
             rows.append([script, bug, *marks, str(problem or "")[:52]])
     table(*rows)
     groups = {"break_it.py": [], "lab3": [], "lab16": []}
-    for script, bugs in nets.items():
+    for script, bugs in found.items():
         groups.get(script, groups["break_it.py"]).extend(bugs.values())
     for name, seen in groups.items():
         counts = [f"{net} {sum(net in row for row in seen)}" for net in JUDGED]
         neither = f"none of them {sum(not row for row in seen)}"
         print(f"  {name}: {len(seen)} bugs, seen by {', by '.join(counts)}; by {neither}")
-    return nets, off
+    return found, off
 
 
 def mark(script, bug, net, row):
     """x: this net sees the bug; -: it does not; nothing: there is no program to judge it in."""
-    judged = net != "bits" or (script, bug) in bits_bugs.JUDGED
+    judged = net != "bits" or bug in nets.BITS.get(script, ())
     return "x" if net in row else "-" if judged else ""
-
-
-def show_price():
-    """What DTensor costs."""
-    found = price.prices()
-    rows = [
-        ["model", "plain step", "with --dtensor", "slower by", "outside kernels: plain", "DTensor"]
-    ]
-    for name, row in found.items():
-        steps = [f"{1e3 * row[kind]['step']:.0f} ms" for kind in ("plain", "dtensor")]
-        shares = [f"{row[kind]['outside']:.0%}" for kind in ("plain", "dtensor")]
-        rows.append([name, *steps, f"{row['slower']:.0%}", *shares])
-    print(
-        "\nA training step of tp.py, rank 0 of 2 with silent peers, processor time on this machine"
-    )
-    table(*rows)
-    return found
 
 
 def collectives(lab):
@@ -207,16 +131,15 @@ def show_error(lab):
 
 
 def experiment(lab, args):
-    """All of it: {"mutants", "nets", "price", "collectives", "failed"}."""
+    """All of it: {"mutants", "nets", "error", "collectives", "failed"}."""
     if args.nets:
-        check_writable(NETS)
+        check_writable(nets.NETS)
         print("\nEvery bug once more through the float64 proof, on 2 ranks:")
-        make_nets(args.seed)
+        nets.make(args.seed)
     mutants, off = show_mutants(lab, args)
     error = show_error(lab)
-    nets, wrong = show_nets()
-    found = {"mutants": mutants, "nets": nets, "error": error, "failed": off + wrong}
-    found["price"] = show_price() if args.price else None
+    table_of_nets, wrong = show_nets()
+    found = {"mutants": mutants, "nets": table_of_nets, "error": error, "failed": off + wrong}
     for line in found["failed"]:
         print(f"  {line}")
     return found | {"collectives": collectives(lab)}
@@ -232,7 +155,7 @@ def draw(results, path):
                     marked = mark(script, bug, net, row)
                     colour = {"x": BLUE, "-": "white", "": PALE}[marked]
                     axis.barh(len(labels), 0.9, left=column, color=colour, edgecolor=GREY, lw=0.5)
-                labels.append(f"{script}  {re.sub('_', ' ', bug)}")
+                labels.append(f"{script}  {bug.replace('_', ' ')}")
         axis.set_yticks(range(len(labels)), labels, fontsize=6.5)
         axis.set_xticks([0.45, 1.45, 2.45], ["types", "parity", "bits"])
         axis.invert_yaxis()
@@ -262,4 +185,3 @@ def add_options(parser):
     add = parser.add_argument
     add("--everything", action="store_true", help="ask spmd_types about every mutant, if installed")
     add("--nets", action="store_true", help="all bugs through the proofs: nets.json anew")
-    add("--price", action="store_true", help="what DTensor costs a step (half a minute)")

@@ -1,16 +1,16 @@
-"""Lab 15's programs on other things than types: on numbers of ranks, and as spmd_types has them.
+"""Lab 15's programs on numbers: two ranks have what types say, and are compared with one device.
 
 A program's text stays as it is: its operations, move() among them, are looked up in the lab's
-module, where inside() puts others. Ranks here are lists of tensors in one process.
+module, where others are put. The ranks are lists of tensors in one process.
 """
 
 import itertools
-from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 
-from labs.kit.harness import relative_error as apart
+from labs.kit.harness import relative_error
 from labs.lab15_types import lesson as finished  # not the learner's
 
 OPERATIONS = "move repeat_heads reshape add subtract multiply silu exp log total mean linear norm"
@@ -24,91 +24,24 @@ S = finished.S
 BLOCK = {"positions": "R", "norm1": "I", "q": S(0), "k": S(0), "v": S(0), "o": S(1)}
 BLOCK |= {"norm2": "I", "gate": S(0), "up": S(0), "down": S(1)}
 BOTH = {"kv": "I", "rep": "I"}
-CUT_TWICE = {"q": {"kv": S(0), "rep": S(0)}, "o": {"kv": S(1), "rep": S(1)}}
-REPLICATED = dict.fromkeys(("k", "v"), {"kv": S(0), "rep": "I"}) | CUT_TWICE
-REPLICATED |= {"x": BOTH, "positions": {"kv": "R", "rep": "R"}}
+REPLICATED = {"x": BOTH, "positions": {"kv": "R", "rep": "R"}, "q": {"kv": S(0), "rep": S(0)}}
+REPLICATED |= {"k": {"kv": S(0), "rep": "I"}, "v": {"kv": S(0), "rep": "I"}}
+REPLICATED |= {"o": {"kv": S(1), "rep": S(1)}}
 LORA = {"x": "I", "up": S(0), "a1": "I", "b1": S(0), "down": S(1), "a2": S(1), "b2": "I"}
-SIGNATURES = {  # name: (types of the arguments, of the result)
-    "tp_block": ({"x": "I"} | BLOCK, "I"),
-    "sp_block": ({"x": S(1)} | BLOCK, S(1)),
-    "vocabulary_loss": ({"x": "I", "head": S(0), "targets": S(2)}, "I"),
+
+
+def on(types):
+    """{name: {axis: type}} of {name: type}, whose axis is tp; others stay."""
+    return {name: own if isinstance(own, dict) else {"tp": own} for name, own in types.items()}
+
+
+PROGRAMS = {  # name: (types of the arguments, types of the result)
+    "tp_block": (on({"x": "I"} | BLOCK), {"tp": "I"}),
+    "sp_block": (on({"x": S(1)} | BLOCK), {"tp": S(1)}),
+    "vocabulary_loss": (on({"x": "I", "head": S(0), "targets": S(2)}), {"tp": "I"}),
     "replicated_kv": (REPLICATED, BOTH),
-    "lora": (LORA, "I"),
+    "lora": (on(LORA), {"tp": "I"}),
 }
-
-RULE_HINTS = """
-linear: in x and in the weight, the other held fixed; weight is (o, i); i need not be whole
-norm: linear in the weight alone; x (b, s, h), weight (h); h is needed as a whole
-softmax: linear in nothing; as many numbers come out as go in; v is needed as a whole, nothing else
-embedding: linear in the table alone; a sum over v; v is summed over, and need not be whole
-attention: linear in v alone; k and v have t for q's s, v has e for d; all of s, t and d, not of e
-"""  # what is linear; letters; what is needed as a whole
-PROGRAM_HINTS = """
-tp_block: f (I to R) in front of what is sharded, g (P to I) behind; one of each in either half
-tp_block norm: norms and what they norm are I: f comes behind the norm
-sp_block: S(1) to R in front of the matrices, where all tokens are needed; P to S(1) behind them
-sp_block norm: the norm of own tokens gives a summand of its weight's gradient: the weight I to R
-vocabulary_loss: f in front of the head; the sums over the vocabulary are P, and the loss is I
-vocabulary_loss messages: the two sums are moved: no rank may have all logits
-replicated_kv: each axis by itself: x from I to R on both, k and v on rep; o gives P on both
-replicated_kv attention: own takes of the repeated heads, dimension 2, those of own query heads
-lora: x and a1 go from I to R, since outputs are sharded, and b2, since it works on summands
-lora messages: one sum over the ranks, of both paths together; f for x, a1 and b2 alone
-lora add: both paths are P: the one sum over the ranks comes behind the addition
-"""  # program and operation that does not fit, or program: what to do
-
-
-def on(type):
-    """{axis: type}; a type alone is on the axis tp."""
-    return type if isinstance(type, dict) else {"tp": type}
-
-
-PROGRAMS = {
-    program: ({name: on(type) for name, type in types.items()}, on(returns))
-    for program, (types, returns) in SIGNATURES.items()
-}
-
-
-@contextmanager
-def inside(lab, functions, edits=None):
-    """Programs of the lab run functions {name: function} instead of its own, edited as in check().
-
-    Calls are numbered as the lab's op() does. Yields what takes the place of give_back().
-    """
-    edits, calls, before = edits or {}, itertools.count(), {}
-    functions = functions | {"give_back": lambda x: x}
-
-    def numbered(name):
-        def call(*args):
-            number, args = next(calls), list(args)
-            if number in edits:
-                i, *how = edits[number]
-                if i is None and how[0] == how[1]:
-                    return args[0]
-                if i is None:
-                    args[1:] = how
-                else:
-                    made, old = functions["move"](args[i], *how), args[i]
-                    args[i] = made
-                    if isinstance(old, Ranks):
-                        old[:] = made  # for its later uses, too
-                    elif isinstance(old, lab.Typed):
-                        old.types = made.types
-            return functions[name](*args)
-
-        return call
-
-    try:
-        for name in OPERATIONS:
-            before[name] = getattr(lab, name)
-            setattr(lab, name, numbered(name))
-        yield numbered("give_back")
-    finally:
-        for name, function in before.items():
-            setattr(lab, name, function)
-
-
-# ---- Numbers -------------------------------------------------------------------------------------
 
 
 class Ranks(list):
@@ -119,40 +52,36 @@ class Ranks(list):
         return tuple(self[0].shape)
 
 
-def slice_of(x, rank, world, dim):
+# ---- Moves and operations ------------------------------------------------------------------------
+
+
+def slices(x, world, dim):
+    """x in equal slices along a dimension, one for each rank."""
     if x.shape[dim] % world:
         raise ValueError(f"{world} ranks cannot share a dimension of {x.shape[dim]}")
-    return x.chunk(world, dim)[rank]
+    return list(x.chunk(world, dim))
 
 
 def carry_out(src, dst, xs):
-    """What a move makes of a group's tensors, by its letters: as MOVES says, without gradients."""
+    """What a move makes of a group's tensors, as MOVES says."""
     kind, world = src[0] + dst[0], len(xs)
     here, there = finished.sharded_dim(src), finished.sharded_dim(dst)
     if src == dst or kind in ("IR", "RI", "RV", "VP"):
         return list(xs)
     if kind in ("RP", "IP"):
         return [x if rank == 0 else torch.zeros_like(x) for rank, x in enumerate(xs)]
+    if kind in ("RS", "IS"):
+        return [slices(x, world, there)[rank] for rank, x in enumerate(xs)]
     if kind == "SP":
-        found = [torch.cat([torch.zeros_like(x)] * world, here) for x in xs]
-        for rank, (x, into) in enumerate(zip(xs, found)):
-            into.narrow(here, rank * x.shape[here], x.shape[here]).copy_(x)
-        return found
+        zeros = [[torch.zeros_like(x) for x in xs] for _ in xs]
+        rows = [[*row[:rank], xs[rank], *row[rank + 1 :]] for rank, row in enumerate(zeros)]
+        return [torch.cat(row, here) for row in rows]
     whole = torch.cat(xs, here) if src[0] == "S" else sum(xs)
-    if dst[0] == "S":
-        own = xs if kind in ("RS", "IS") else [whole] * world
-        return [slice_of(x, rank, world, there) for rank, x in enumerate(own)]
-    return [whole] * world
-
-
-# {move: its backward}, by letters; S stands for the same dimension on either side
-BACK = {"IR": "PI", "PI": "IR", "RI": "IP", "IP": "RI", "PR": "PR", "RP": "RP", "SR": "PS"}
-BACK |= {"PS": "SR", "SI": "IS", "IS": "SI", "RS": "SP", "SP": "RS", "SS": "SS", "VP": "RV"}
-BACK |= {"RV": "VP"}
+    return slices(whole, world, there) if dst[0] == "S" else [whole] * world
 
 
 class Move(torch.autograd.Function):
-    """A move of a group's tensors; backward: the move of BACK."""
+    """A move of a group's tensors; backward: the move of their gradients."""
 
     @staticmethod
     def forward(ctx, src, dst, *xs):
@@ -161,19 +90,44 @@ class Move(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        src, dst = ctx.move
-        first, last = BACK[src[0] + dst[0]] if src != dst else (src[0], dst[0])
-        first, last = dst if first == "S" else first, src if last == "S" else last
-        return None, None, *(x.clone() for x in carry_out(first, last, grads))
+        back = finished.backward(*ctx.move)
+        return None, None, *(x.clone() for x in carry_out(*back, grads))
 
 
-def groups(mesh, axis):
-    """The groups of ranks that differ on one axis alone; mesh {axis: size}."""
-    places = list(itertools.product(*(range(size) for size in mesh.values())))
-    column, found = list(mesh).index(axis), {}
-    for rank, place in enumerate(places):
-        found.setdefault((*place[:column], *place[column + 1 :]), []).append(rank)
-    return list(found.values())
+def norm(x, weight):
+    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+
+
+def rotary(positions, x):  # (s), (b, s, n, 2)
+    cos, sin = positions.cos()[:, None], positions.sin()[:, None]
+    first, second = x.unbind(-1)
+    return torch.stack([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def attention(*qkv):
+    q, k, v = (x.transpose(1, 2) for x in qkv)
+    if len({x.shape[1] for x in (q, k, v)}) > 1:  # one head would be used for all
+        raise ValueError("q, k and v have different numbers of heads")
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    later = torch.ones_like(scores).triu(1).bool()
+    return (scores.masked_fill(later, -torch.inf).softmax(-1) @ v).transpose(1, 2)
+
+
+def embedding(all_ids, tables):
+    """Of a part of the table a rank has the rows of its own ids; the others are zero."""
+    found = Ranks()
+    for rank, (ids, table) in enumerate(zip(all_ids, tables)):
+        start = rank * len(table) if len(table) < finished.VOCABULARY else 0
+        mine = (ids >= start) & (ids < start + len(table))
+        found.append(F.embedding((ids - start) * mine, table) * mine[..., None])
+    return found
+
+
+EACH = {"norm": norm, "rotary": rotary, "attention": attention, "add": torch.add}
+EACH |= {"subtract": torch.sub, "multiply": torch.mul, "silu": F.silu, "exp": torch.exp}
+EACH |= {"log": torch.log, "total": lambda x: x.sum(-1), "linear": lambda x, w: x @ w.mT}
+EACH |= {"mean": lambda x: x.sum() / (finished.B * finished.LENGTH)}
+EACH |= {"softmax": lambda x: x.softmax(-1)}
 
 
 def on_numbers(mesh):
@@ -183,47 +137,21 @@ def on_numbers(mesh):
         return lambda *xs: Ranks(map(function, *xs))
 
     def move(x, src, dst, axis="tp"):
+        places = torch.arange(len(x)).view(*mesh.values()).movedim(list(mesh).index(axis), -1)
         out = Ranks(x)
-        for ranks in groups(mesh, axis if axis in mesh else next(iter(mesh))):
+        for ranks in places.reshape(-1, mesh[axis]).tolist():  # they differ on this axis alone
             own = Move.apply(src, dst, *(x[rank] for rank in ranks)) if src != dst else ()
             for rank, tensor in zip(ranks, own):
                 out[rank] = tensor
         return out
 
-    def norm(x, weight):
-        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
-
-    def rotary(positions, x):  # (s), (b, s, n, 2)
-        cos, sin = positions.cos()[:, None], positions.sin()[:, None]
-        return torch.stack(
-            [x[..., 0] * cos - x[..., 1] * sin, x[..., 1] * cos + x[..., 0] * sin], -1
-        )
-
-    def attention(*qkv):
-        q, k, v = (x.transpose(1, 2) for x in qkv)
-        if len({x.shape[1] for x in (q, k, v)}) > 1:  # one head would be used for all
-            raise ValueError("q, k and v have different numbers of heads")
-        scores = q @ k.mT / q.shape[-1] ** 0.5
-        later = torch.ones_like(scores).triu(1).bool()
-        return (scores.masked_fill(later, -torch.inf).softmax(-1) @ v).transpose(1, 2)
-
-    def embedding(ids, table):
-        return Ranks(rows(i, t, rank, len(ids)) for rank, (i, t) in enumerate(zip(ids, table)))
-
-    def rows(ids, table, rank, world):  # of this rank's part of the table; others are zero
-        start = rank * len(table) if len(table) < finished.VOCABULARY else 0
-        mine = (ids >= start) & (ids < start + len(table))
-        return F.embedding((ids - start) * mine, table) * mine[..., None]
-
-    count = finished.B * finished.LENGTH
-    own = {"norm": norm, "rotary": rotary, "attention": attention, "add": torch.add}
-    own |= {"subtract": torch.sub, "multiply": torch.mul, "silu": F.silu, "exp": torch.exp}
-    own |= {"log": torch.log, "total": lambda x: x.sum(-1), "mean": lambda x: x.sum() / count}
-    own |= {"linear": lambda x, weight: x @ weight.mT, "softmax": lambda x: x.softmax(-1)}
-    own = {name: each(function) for name, function in own.items()}
+    own = {name: each(function) for name, function in EACH.items()}
     own["reshape"] = lambda x, shape: Ranks(tensor.reshape(shape) for tensor in x)
     own["repeat_heads"] = lambda x, n: Ranks(tensor.repeat_interleave(n, 2) for tensor in x)
     return own | {"move": move, "embedding": embedding}
+
+
+# ---- What ranks have of a tensor -----------------------------------------------------------------
 
 
 def split(full, types, mesh, generator):
@@ -236,8 +164,7 @@ def split(full, types, mesh, generator):
                 some = [torch.randn(x.shape, generator=generator).to(x) for _ in range(world - 1)]
                 parts += [*some, x - sum(some)]
             elif type[0] == "S":
-                dim = finished.sharded_dim(type)
-                parts += [slice_of(x, rank, world, dim) for rank in range(world)]
+                parts += slices(x, world, finished.sharded_dim(type))
             else:
                 parts += [x] * world
     return Ranks(parts)
@@ -253,7 +180,7 @@ def join(parts, types, mesh):
                 parts.append(sum(own))
             elif type[0] == "S":
                 parts.append(torch.cat(own, finished.sharded_dim(type)))
-            elif all(apart(x.nan_to_num(), own[0].nan_to_num()) <= SAME for x in own):
+            elif all(relative_error(x.nan_to_num(), own[0].nan_to_num()) <= SAME for x in own):
                 parts.append(own[0])
             else:
                 raise ValueError(f"ranks have different numbers of what is {type}")
@@ -276,74 +203,92 @@ def drawn(types, seed):
     return found
 
 
-def computed(lab, program, types, returns, mesh, seed=0, edits=None):
-    """(result, {argument: gradient}) of a program on numbers, as full tensors.
+def gradients_of(types):
+    """The types of a tensor's gradient, {axis: type}."""
+    return {axis: finished.gradient(type) for axis, type in types.items()}
 
-    types and returns: {axis: type}; mesh {axis: ranks}. ValueError, RuntimeError and the like
-    where it cannot be run, or ranks differ in what they should have in common.
-    """
-    generator = torch.Generator().manual_seed(seed + 1)
-    full = drawn(types, seed)
-    parts = {name: split(full[name], types[name], mesh, generator) for name in types}
+
+def run(lab, program, types, mesh, seed):
+    """(the result, {argument: its tensors}), all Ranks, of a program on a mesh {axis: ranks}."""
+    generator, parts = torch.Generator().manual_seed(seed + 1), {}
+    for name, full in drawn(types, seed).items():
+        own = split(full, types[name], mesh, generator)
+        parts[name] = Ranks(x.clone().requires_grad_(name not in CONSTANT) for x in own)
+    with patch.dict(vars(lab), on_numbers(mesh)):
+        return program(**{name: Ranks(x) for name, x in parts.items()}), parts
+
+
+def put_together(out, parts, types, returns, mesh, seed):
+    """{"the result" or "the gradient of x": full tensor}, where run() gave out and parts."""
+    found = {"the result": join([x.detach() for x in out], returns, mesh)}
+    generator = torch.Generator().manual_seed(seed + 2)
+    dy = torch.randn(found["the result"].shape, generator=generator).double()
+    dy = split(dy, gradients_of(returns), mesh, generator)
     learned = [name for name in types if name not in CONSTANT]
-    for name in learned:
-        parts[name] = Ranks(x.clone().requires_grad_() for x in parts[name])
-    with inside(lab, on_numbers(mesh), edits) as give_back:
-        out = give_back(program(**{name: Ranks(x) for name, x in parts.items()}))
-    result = join([x.detach() for x in out], returns, mesh)
-    dy = torch.randn(result.shape, generator=torch.Generator().manual_seed(seed + 2)).double()
-    back = {axis: finished.gradient(type) for axis, type in returns.items()}
-    dy = split(dy, back, mesh, generator)
     inputs = [x for name in learned for x in parts[name]]
-    grads = torch.autograd.grad(list(out), inputs, list(dy), allow_unused=True)
-    grads = [torch.zeros_like(x) if dx is None else dx for x, dx in zip(inputs, grads)]
-    found, world = {}, len(out)
-    for i, name in enumerate(learned):
-        own = {axis: finished.gradient(type) for axis, type in types[name].items()}
-        try:
-            found[name] = join(grads[i * world : (i + 1) * world], own, mesh)
-        except ValueError as problem:
-            raise ValueError(f"the gradient of {name}: {problem}") from None
-    return result, found
+    how = {"allow_unused": True, "materialize_grads": True, "retain_graph": True}
+    grads = iter(torch.autograd.grad(list(out), inputs, list(dy), **how))
+    for name in learned:
+        own = [next(grads) for _ in parts[name]]
+        found[f"the gradient of {name}"] = join(own, gradients_of(types[name]), mesh)
+    return found
 
 
-def one_device(lab, program, types, returns, seed=0):
-    """The same on one rank, where every move is the identity."""
-    mesh = dict.fromkeys(returns, 1)
-    return computed(lab, program, types, returns, mesh, seed)
+def computed(lab, program, types, returns, seed=0, world=2):
+    """put_together() of a program on `world` ranks an axis.
+
+    types {argument: {axis: type}}; returns {axis: type}. One rank is one device: there every move
+    is the identity. ValueError, RuntimeError or IndexError where the program cannot be run, or
+    ranks differ in what they should have in common.
+    """
+    mesh = dict.fromkeys(returns, world)
+    out, parts = run(lab, program, types, mesh, seed)
+    return put_together(out, parts, types, returns, mesh, seed)
 
 
 def difference(found, right):
-    """What of (result, gradients) is not as on one device; None if all is."""
-    if apart(found[0], right[0]) > SAME:
-        return "the result is another"
-    for name, grad in right[1].items():
-        off = apart(found[1][name], grad)
-        if off > SAME:
-            factor = (found[1][name] * grad).sum() / grad.square().sum() if off < 1e9 else 0
-            times = f" ({factor:.3g} times)" if apart(found[1][name], factor * grad) < 1e-6 else ""
-            return f"the gradient of {name} is another{times}"
-    return None
+    """What of computed() is not right; None if all is."""
+    off = (name for name, x in right.items() if relative_error(found[name], x) > SAME)
+    return next((f"{name} is another" for name in off), None)
 
 
-def wrong_on_numbers(lab, program, types, returns, right, seed=0, edits=None, world=2):
-    """What is wrong with a program on `world` ranks an axis, compared with one device; or None."""
-    mesh = dict.fromkeys(returns, world)
+def wrong_on_numbers(lab, program, types, returns, right, seed=0):
+    """What is wrong with a program on two ranks; None where all is as `right`, computed()."""
     try:
-        return difference(computed(lab, program, types, returns, mesh, seed, edits), right)
+        return difference(computed(lab, program, types, returns, seed), right)
     except (ValueError, RuntimeError, IndexError) as problem:
         return str(problem).partition("\n")[0]
 
 
-# ---- Programs with a mistake ---------------------------------------------------------------------
+# ---- Programs with a mistake, and what programs call ---------------------------------------------
 
 
-def mutated(lab, program, edits):
-    """A program with edits (as in check()) as a program: on types, numbers or other tensors."""
+def edited(lab, program, edits):
+    """A program with edits, as check() takes them, that runs on types, numbers or tensors."""
 
     def run(**arguments):
-        with inside(lab, {name: getattr(lab, name) for name in OPERATIONS}, edits):
-            return program(**arguments)
+        numbers = itertools.count()
+        before = {name: getattr(lab, name) for name in OPERATIONS} | {"give_back": lambda x: x}
+
+        def call(name, *args):
+            args = list(args)
+            i, *how = edits.get(next(numbers), (None,))
+            if i is not None:
+                old, args[i] = args[i], before["move"](args[i], *how)
+                if isinstance(old, Ranks):
+                    old[:] = args[i]  # for its later uses, too
+                elif isinstance(old, lab.Typed):
+                    old.types = args[i].types
+            elif how and how[0] == how[1]:
+                return args[0]
+            elif how:
+                args[1:] = how
+            return before[name](*args)
+
+        calls = {name: lambda *args, name=name: call(name, *args) for name in OPERATIONS}
+        with patch.dict(vars(lab), calls):
+            result = program(**arguments)
+        return call("give_back", result)
 
     return run
 
@@ -361,7 +306,7 @@ def calls_of(lab, program, types):
         return call
 
     functions = {name: recorded(name, getattr(lab, name)) for name in OPERATIONS}
-    with inside(lab, functions):
+    with patch.dict(vars(lab), functions):
         program(**{name: lab.Typed(SHAPES[name], own) for name, own in types.items()})
     return calls
 
@@ -393,8 +338,3 @@ def message_numbers(lab, program, types):
             times = sum((op is not None) + (op == "all_reduce") for op in both)
             total += times * torch.Size(x.shape).numel()
     return total
-
-
-def norms(lab, program, types):
-    """The types of what a program norms."""
-    return [args[0].types for name, args in calls_of(lab, program, types) if name == "norm"]
