@@ -79,8 +79,8 @@ def test_the_example_of_the_notes():
 UPDATE = "matrix.own.grad.lerp(matrix.momentum, beta)"
 BROKEN = [  # {ours: theirs}, the check that has to say so, and what
     ({"numel()] / world)": "numel()])"}, "step", "momentum of"),
-    ({"rows.copy_(": "rows.add("}, "step", "is off by"),
-    ({"p.shard[0] if p.shard else 0": "0"}, "step", ""),
+    ({"rows.copy_(": "rows.add("}, "step", "that are off"),
+    ({'getattr(p, "shard", (0,))[0]': "0"}, "step", ""),
     ({UPDATE: f"{UPDATE}.float().double()"}, "step", "the update is off by"),
     ({"gathered, mine, group=group)": "gathered, mine)"}, "everywhere", "in the default group"),
 ]

@@ -7,7 +7,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from labs.kit.harness import on_ranks, relative_error, table
-from labs.lab17_muon.muon import finished, linears
 
 TINY = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 8, "vocab_size": 256}
 TINY |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}  # as tp.py's tiny
@@ -38,10 +37,10 @@ def shards(lab):
     result moves, if that is moved by 1e-7.
     """
     model, rows = tiny().double(), {}
-    finished.loss_of(model, text_batch(0)).backward()
-    for name, p in linears(model).items():
+    lab.loss_of(model, text_batch(0)).backward()
+    for name in lab.choose(model, False):
         row = rows.setdefault(name.split(".")[-2], {2: [], 4: [], "moved": [], "bfloat16": []})
-        dim, grad = int("o_proj" in name or "down_proj" in name), p.grad
+        dim, grad = int("o_proj" in name or "down_proj" in name), model.get_parameter(name).grad
         whole = lab.newton_schulz(grad, torch.float64)
         for world in 2, 4:
             parts = [lab.newton_schulz(x, torch.float64) for x in grad.chunk(world, dim)]
@@ -66,8 +65,8 @@ def shards(lab):
 def untouched(lab):
     """{"matrices", "same": how many, "off"}: torch.optim.Muon as it is, which casts to bfloat16."""
     model = tiny()
-    finished.loss_of(model, text_batch(0)).backward()
-    params = [*linears(model).values()]
+    lab.loss_of(model, text_batch(0)).backward()
+    params = [model.get_parameter(name) for name in lab.choose(model, False)]
     mine = [lab.orthogonalize(p.grad, 1, torch.bfloat16) for p in params]
     for p in params:
         p.data.zero_()
