@@ -72,7 +72,8 @@ def predict_memory(group, seed):
 def predict_messages(group, seed):
     number, _ = draw_float64(seed)
     for world, backwards, width in (3, 5, 16), (2, 1, 4), (4, 3, 2), (1, 1, 4):
-        sizes = [number(50, 99)] + [number(100, 200)] * number(2, 5)
+        sizes = [number(8, 16)] + [number(16, 33)] * number(2, 5)
+        sizes = [6 * size + 1 for size in sizes]  # which no world but 1 divides
         for stage in range(4):
             given = {"sizes": sizes, "world": world, "stage": stage, "backwards": backwards}
             call = "messages", given | {"width": width}, "messages()"
