@@ -3,12 +3,14 @@
 import json
 
 import pytest
-from learner import CHECKS, LABS, run_lab
+from learner import LABS, run_lab
+
+from labs.lab5_tp_plans.models import tiny_model
 
 PLANS = """
 from torch.distributed.tensor import Partial
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from labs.lab5_tp_plans.styles import finished
+from labs.lab5_tp_plans import lesson as finished
 def right(model, sp):
     return finished.choose_plan(model, sp)[0]
 def without(end):
@@ -56,7 +58,7 @@ def test_what_is_no_plan_is_one_line(judged, plan, said):
 @pytest.mark.slow
 def test_other_planted_plans(judged, tmp_path):
     assert judged("qwen3", "right", "--sp")[1]["verdict"] == "right"
-    CHECKS["lab5"].tiny_model("mistral").config.save_pretrained(tmp_path)
+    tiny_model("mistral").config.save_pretrained(tmp_path)
     assert judged(str(tmp_path), "right")[1]["verdict"] == "right", "a folder without weights"
     for model, plan, verdict in (
         ("llama", "unsummed", "WRONG"),

@@ -1,14 +1,25 @@
 """Tiny random models of several families, and a step of each against one device, for lab 5."""
 
+import contextlib
+import sys
+from types import SimpleNamespace
+from unittest import mock
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import loss_parallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    loss_parallel,
+)
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from labs.kit.harness import Traffic, relative_error
 
+TOLERANCE = 1e-5  # of relative errors in float32
 FAMILIES = {  # what each needs beside SHAPE; mistral has no plan of its own here
     "llama": {"model_type": "llama"},
     "qwen2": {"model_type": "qwen2"},
@@ -98,3 +109,35 @@ def uneven_length(mesh):
     tokens = torch.ones(2, mesh.size() + 1, 1)
     gathered = distribute_tensor(tokens, mesh, [Shard(1)]).redistribute(placements=[Replicate()])
     return 4 * mesh.size() - int(gathered.to_local().is_contiguous())
+
+
+def describe(style):
+    """A style in a few words: layout of what goes in -> of what comes out."""
+    name = type(style).__name__
+    if not isinstance(style, ParallelStyle):
+        return f"{name}, no style"
+    if isinstance(style, ColwiseParallel | RowwiseParallel):
+        there, back = style.input_layouts[0], style.output_layouts[0]
+        return f"{name}: {there} -> {back}, {'plain' if style.use_local_output else 'DTensor'}"
+    if hasattr(style, "layout"):
+        return f"{name}: {style.layout} -> {Replicate()}, DTensor"
+    return f"{name}{getattr(style, 'sizes', '')}"
+
+
+def short(ops):
+    """{op: [calls, bytes]} in a few letters: 5 AG 5 RS."""
+    letters = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR", "all_to_all": "A2A"}
+    return " ".join(f"{ops[op][0]} {letters.get(op, op)}" for op in sorted(ops)) or "none"
+
+
+@contextlib.contextmanager
+def upcasts_in_float64(model):
+    """Hugging Face computes norms, softmax, rotary embedding and loss in float32, whatever the
+    model's dtype, by torch.float32 or x.float(): float64 here."""
+    modeling = sys.modules[type(model).__module__]
+    names = SimpleNamespace(**vars(torch) | {"float32": torch.float64})
+    with (
+        mock.patch.object(modeling, "torch", names),
+        mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
+    ):
+        yield

@@ -19,9 +19,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from labs.kit.cli import UsageError
 from labs.kit.harness import Wrong, on_ranks, relative_error, table
-from labs.lab5_tp_plans.models import FAMILIES, full, random_ids, step, tiny_model
-from labs.lab5_tp_plans.steps import short, upcasts_in_float64
-from labs.lab5_tp_plans.styles import LAYER
+from labs.lab5_tp_plans.lesson import LAYER
+from labs.lab5_tp_plans.models import (
+    FAMILIES,
+    full,
+    random_ids,
+    short,
+    step,
+    tiny_model,
+    upcasts_in_float64,
+)
 
 LIMIT, RANKS, TOKENS = 1e-10, 2, 16
 OURS, NEMO = "this lab's", "NeMo AutoModel's"

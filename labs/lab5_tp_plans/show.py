@@ -7,17 +7,25 @@ from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import SequenceParallel
 
 from labs.kit.cli import UsageError
 from labs.kit.harness import Wrong, on_ranks, table
 from labs.kit.pictures import BLUE, GREEN, GREY, ORANGE, RED, SKY, picture
 from labs.kit.tools import Kept
-from labs.lab5_tp_plans.models import FAMILIES, against_one_device, random_ids, step, tiny_model
+from labs.lab5_tp_plans import lesson as finished  # for an option, before there is a learner's
+from labs.lab5_tp_plans.models import (
+    FAMILIES,
+    TOLERANCE,
+    against_one_device,
+    describe,
+    random_ids,
+    short,
+    step,
+    tiny_model,
+)
 from labs.lab5_tp_plans.referee import NEMO, REFEREED, as_plan, choose_plan, nemo_plan, referee
-from labs.lab5_tp_plans.steps import short
-from labs.lab5_tp_plans.styles import TOLERANCE, finished
 
 
 def plain_norms_plan(lab, model):
@@ -35,7 +43,7 @@ def prove(group, lab, family, sequence_parallel, custom, hf, seed):
     else:
         plan, reason = choose_plan(lab, model, sequence_parallel, custom, hf)
     row = {"family": family, "sequence_parallel": sequence_parallel, "plan": reason}
-    row["entries"] = {name: describe(lab, style) for name, style in plan.items()}
+    row["entries"] = {name: describe(style) for name, style in plan.items()}
     ids = random_ids(seed, 16)
     errors, forward, backward, norms = against_one_device(lab, model, plan, group, ids)
     row["gradient_norm"] = norms
@@ -48,17 +56,6 @@ def prove(group, lab, family, sequence_parallel, custom, hf, seed):
 def prove_all(group, lab, cases, seed):
     """prove() for each (family, sequence_parallel, custom, hf)."""
     return [prove(group, lab, *case, seed) for case in cases]
-
-
-def describe(lab, style):
-    """A style in a few words: layout of what goes in -> of what comes out."""
-    name = type(style).__name__
-    if isinstance(style, ColwiseParallel | RowwiseParallel):
-        there, back = style.input_layouts[0], style.output_layouts[0]
-        return f"{name}: {there} -> {back}, {'plain' if style.use_local_output else 'DTensor'}"
-    if isinstance(style, lab.NormThenGather):
-        return f"{name}: {style.layout} -> {Replicate()}, DTensor"
-    return f"{name}{style.sizes}" if isinstance(style, lab.FusedColwiseParallel) else name
 
 
 def asked_for(args):
