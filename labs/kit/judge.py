@@ -78,8 +78,9 @@ def first_wrong(seen, right, tolerance, excused=True):
     for name in dict.fromkeys([*seen, *right]):
         if name == "it" and "it" not in right:
             text = f"fails, {seen['it']}"
-        elif name in seen:
-            text = differs(seen[name], right.get(name), tolerance)
+        elif name in seen:  # more than ours notes is right, but no messages and nothing overwritten
+            missing = 0 if isinstance(seen[name], Most | bool) else seen[name]
+            text = differs(seen[name], right.get(name, missing), tolerance)
         else:
             skipped = excused and "skipped" in seen
             text = None if isinstance(right[name], Most) or skipped else "is not there"
