@@ -1,12 +1,10 @@
-"""Lab 17: its run's figures against a second way to them, and what its checks must not let pass."""
+"""Lab 17: its run's figures against a second way to them."""
 
-import json
 from math import prod
 from statistics import mean
 
 import pytest
-from conftest import changed
-from learner import FILES, LABS, harness, run_lab
+from learner import LABS, harness, shown
 from pytest import approx
 
 lab = harness.load(LABS["lab17"])
@@ -17,31 +15,25 @@ LAYER |= {"down": (4, 6)}
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The results of a run, and its picture's size; its checks run elsewhere."""
-    folder, checks = tmp_path_factory.mktemp("lab17"), harness.companion("check", LABS["lab17"])
-    files = folder / "lab17.json", folder / "lab17.png"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checks, "CHECKS", {})
-        assert run_lab(LABS["lab17"], ["--json", str(files[0]), "--plot", str(files[1])]) == 0
-    return json.loads(files[0].read_text()), files[1].stat().st_size
+    return shown("lab17", tmp_path_factory.mktemp("lab17"))
 
 
-@pytest.mark.ci
+@pytest.mark.slow  # a minute and a half
 def test_every_way_is_one_devices_muon(run):
-    rows = run[0]["proofs"]
+    rows = run["proofs"]
     assert len({tuple(row[:3]) for row in rows}) == 2 * 2 * 3
     assert all(0 < error <= 1e-9 for row in rows for error in row[3:])
-    assert run[0]["untouched"]["matrices"] == 56 and run[0]["untouched"]["off"] < 0.05
-    for kind in run[0]["shards"].values():
+    assert run["untouched"]["matrices"] == 56 and run["untouched"]["off"] < 0.05
+    for kind in run["shards"].values():
         assert kind["2"] > 0.3 and kind["4"] > 0.3, "a shard's own is another matrix"
         assert 1 < kind["moved"] < 485 and 0.001 < kind["bfloat16"] < 0.5
 
 
-@pytest.mark.ci
+@pytest.mark.slow  # a minute and a half
 def test_what_a_way_costs(run):
     shapes = 4 * [*2 * [(192, 192)], *2 * [(64, 192)], *3 * [(192, 512)]]
     numbers, work = sum(map(prod, shapes)), [4 * m * m * n + 2 * m**3 for m, n in shapes]
-    ways = {row["way"]: row for row in run[0]["ways"]}
+    ways = {row["way"]: row for row in run["ways"]}
     assert [set(ways[way]["calls"]) for way in lab.WAYS] == [{28}, {56}, {2}]
     assert ways["everywhere"]["flops"] == [5 * sum(work)] * 3
     for way in ways["by_owner"], ways["at_once"]:
@@ -49,15 +41,15 @@ def test_what_a_way_costs(run):
     peaks = [max(ways[way]["peak"]) for way in lab.WAYS]
     assert min(ways["at_once"]["peak"]) > 1.1 * max(peaks[:2]), "all own matrices at once"
     sent = [sum(nbytes.values()) for nbytes in ways["at_once"]["bytes"]]
-    assert sum(sent) == 4 * 2 * numbers and run[0]["prediction"]["measured"] == 12 // 3 + 8 // 3 + 8
-    for row in run[0]["balance"]:
+    assert sum(sent) == 4 * 2 * numbers and run["prediction"]["measured"] == 12 // 3 + 8 // 3 + 8
+    for row in run["balance"]:
         assert 1 <= row["greedy"] <= row["in_turn"] and 0 < row["of_training"] < 0.02
 
 
-@pytest.mark.ci
+@pytest.mark.slow  # a minute and a half
 def test_the_losses(run):
-    ends = [[mean(each[-10:]) for each in runs.values()] for runs in run[0]["losses"].values()]
-    assert max(ends[1]) < min(ends[0]) < 4 and run[1] > 50_000, "Muon's, AdamW's"
+    ends = [[mean(each[-10:]) for each in runs.values()] for runs in run["losses"].values()]
+    assert max(ends[1]) < min(ends[0]) < 4, "Muon's, AdamW's"
 
 
 def test_the_example_of_the_notes():
@@ -74,22 +66,3 @@ def test_the_example_of_the_notes():
     matrices = [lab.Matrix(p, p, 0, [len(p)] * 2, 1, rank) for p, rank in zip(parts, owner)]
     sent = [lab.message_bytes(matrices, 0, way, 1) for way in lab.WAYS]
     assert sent == [{"all_gather": 120}, {"gather": 92, "scatter": 92}, {"all_to_all": 124}]
-
-
-UPDATE = "matrix.own.grad.lerp(matrix.momentum, beta)"
-BROKEN = [  # {ours: theirs}, the check that has to say so, and what
-    ({"numel()] / world)": "numel()])"}, "step", "momentum of"),
-    ({"rows.copy_(": "rows.add("}, "step", "that are off"),
-    ({'getattr(p, "shard", (0,))[0]': "0"}, "step", ""),
-    ({UPDATE: f"{UPDATE}.float().double()"}, "step", "the update is off by"),
-    ({"gathered, mine, group=group)": "gathered, mine)"}, "everywhere", "in the default group"),
-]
-
-
-@pytest.mark.ci(every=5)
-@pytest.mark.parametrize("put,exercise,said", BROKEN)
-def test_broken_on_purpose(put, exercise, said, tmp_path):
-    file = tmp_path / FILES["lab17"]
-    file.write_text(changed("labs/lab17_muon/lesson.py", put))
-    passed, found, _ = harness.check(file, exercise, seed=7, timeout=60)
-    assert not passed and said in found, found
