@@ -8,7 +8,7 @@ import pytest
 from learner import CHECKS, LABS, SHOWN, harness, run_lab
 from pytest import approx
 
-from labs.lab13_checkpoints import shards, suite
+from labs.lab13_checkpoints import check, suite
 
 lab = harness.load(LABS["lab13"])
 ALONE = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
@@ -93,8 +93,10 @@ def test_the_example_of_the_page(tmp_path):
 @pytest.fixture
 def saved(tmp_path, monkeypatch):
     """(folder, full tensors, load) of a checkpoint; load() on one rank: tensors, or the error."""
-    full = {name: x.double() for name, x in shards.drawn(0, shards.SHAPES).items()}
-    shards.save_with(lab, tmp_path, full, "tp", 2)
+    full = {name: x.double() for name, x in check.drawn(0).items()}
+    rows = [{name: lab.whole(x.shape) for name, x in full.items()} for _ in range(2)]
+    rows[0]["q"], rows[1]["q"] = lab.cut((6, 4), 0, 0, 3), lab.cut((6, 4), 0, 3, 6)
+    check.save_with(lab, tmp_path, full, rows)
     monkeypatch.setattr(lab, "gather_objects", lambda value, group: [value])
 
     def load(tensors=full):
@@ -111,7 +113,7 @@ def saved(tmp_path, monkeypatch):
 
 def test_what_is_whole_loads(saved):
     folder, full, load = saved
-    assert shards.same(load(), full)
+    assert check.same(load(), full)
     (folder / "save1-rank1.safetensors").unlink()  # check_verify() has other damage
     assert load().endswith("save1-rank1.safetensors is missing")
 
@@ -145,7 +147,7 @@ def test_a_file_of_hugging_faces_loads(saved):
     mine = {name: lab.torch.zeros_like(x) for name, x in full.items()}
     layout = {name: lab.whole(x.shape) for name, x in full.items()}
     lab.load(hf, mine, layout, ALONE, lab.import_index(hf))
-    assert shards.same(mine, full)
+    assert check.same(mine, full)
 
 
 def test_what_is_no_safetensors_file_is_named(tmp_path):

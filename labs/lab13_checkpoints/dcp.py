@@ -13,18 +13,14 @@ from labs.lab13_checkpoints.disk import counting
 class CountingReader(dcp.FileSystemReader):
     """numbers: bytes of the pieces in a rank's plan; read_data loads each whole, and narrows it."""
 
-    def read_metadata(self, *args, **kwargs):
-        self.metadata = super().read_metadata(*args, **kwargs)
-        return self.metadata
-
     def read_data(self, plan, planner):
-        self.numbers = 0
-        for item in plan.items:
-            where, saved = item.storage_index, self.metadata.state_dict_metadata
-            for chunk in saved[where.fqn].chunks:
-                if chunk.offsets == where.offset:
-                    itemsize = saved[where.fqn].properties.dtype.itemsize
-                    self.numbers += chunk.sizes.numel() * itemsize
+        sizes = {}
+        for name, saved in planner.metadata.state_dict_metadata.items():
+            for chunk in saved.chunks:
+                size = chunk.sizes.numel() * saved.properties.dtype.itemsize
+                sizes[name, chunk.offsets] = size
+        places = [item.storage_index for item in plan.items]
+        self.numbers = sum(sizes[place.fqn, place.offset] for place in places)
         return super().read_data(plan, planner)
 
 
@@ -71,7 +67,7 @@ def load_both(group, lab, full, folder):
     right = by_rows(group, full)
     found = [(theirs[n].to_local(), own.get(n), right[n].to_local()) for n in full]
     same = all(torch.equal(a, c) and (b is None or torch.equal(b, c)) for a, b, c in found)
-    return sum(x.nbytes for x in own.values()), reader.numbers, read.total, same
+    return sum(x.nbytes for x in own.values()), reader.numbers, read.total(), same
 
 
 def plain_tensors(group, full, folder):

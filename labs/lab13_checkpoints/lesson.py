@@ -142,18 +142,21 @@ def owners(layouts):
     the tensor's name, unless the pieces cover the tensor exactly once.
     """
     # exercise: owners
-    holders, taken, owner, covered = {}, [0] * len(layouts), {}, {}
+    holders, taken, owner, runs = {}, [0] * len(layouts), {}, {}
     for rank, layout in enumerate(layouts):
         for name, shard in layout.items():
             holders.setdefault((name, shard), []).append(rank)
     for (name, shard), ranks in sorted(holders.items(), key=lambda item: len(item[1])):
-        numbers = shard.length * shard.count
         owner[name, shard] = rank = min(ranks, key=taken.__getitem__)
-        taken[rank] += numbers
-        covered[name, shard.shape] = covered.get((name, shard.shape), 0) + numbers
-    for (name, shape), numbers in covered.items():
-        if numbers != math.prod(shape):
-            raise CheckpointError(f"{name}: pieces of {numbers} numbers are not {shape} once")
+        taken[rank] += shard.length * shard.count
+        starts = [shard.offset + run * shard.stride for run in range(shard.count)]
+        runs.setdefault(name, []).extend((start, shard.length) for start in starts)
+    for name, shape in dict.fromkeys((name, shard.shape) for name, shard in owner):
+        end = 0
+        for start, length in sorted(runs[name]):
+            end = start + length if start == end else math.inf
+        if end != math.prod(shape):
+            raise CheckpointError(f"{name}: the pieces do not cover {shape} exactly once")
     return owner
     # end exercise
 

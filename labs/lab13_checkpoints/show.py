@@ -145,8 +145,7 @@ def from_rank1(lab, folder):
     tensors = {EMBEDDING: lab.torch.empty(25, 24, dtype=lab.torch.float64)}
     with counting() as read:
         lab.fill(folder, lab.read_index(folder), tensors, layout)
-    sizes = {rank_of(file): size for file, size in read.by_file.items() if "rank" in file}
-    return 100 * sizes[1] / sum(sizes.values())
+    return 100 * read["save1-rank1.safetensors"] / tensors[EMBEDDING].nbytes
 
 
 def sources(lab, folder):
@@ -190,12 +189,9 @@ def draw_sources(axis, results):
         colours = np.array([[int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in RANKS])
         extent = left, left + width, height, 0
         axis.imshow(colours[grid.reshape(shape)], extent=extent, interpolation="nearest")
-        ends = np.cumsum([shape[dim] // 3 + (r < shape[dim] % 3) for r in range(2)])
-        for end in ends:
-            line = (
-                ([left, left + width], [end] * 2) if dim == 0 else ([left + end] * 2, [0, height])
-            )
-            axis.plot(*line, color="black", lw=3)
+        for end in np.cumsum([shape[dim] // 3 + (r < shape[dim] % 3) for r in range(2)]):
+            rows = [left, left + width], [end] * 2
+            axis.plot(*([left + end] * 2, [0, height]) if dim else rows, color="black", lw=3)
         axis.text(left, -1, name.split(".")[-2], fontsize=9)
         left += width + 8
     axis.set(xlim=(-1, left), ylim=(52, -4), xticks=[], yticks=[])
@@ -203,40 +199,39 @@ def draw_sources(axis, results):
     axis.set_title("tp 2 saved (colour: the file)\ntp 3 loads (black: its cuts)", loc="left")
 
 
+def draw_bars(axis, bars, title, xlabel):
+    """bars [(label, [(from, kB, colour, height)], a line's place, its colour)], downwards."""
+    for y, (_, parts, place, colour) in enumerate(bars):
+        for start, size, fill, height in parts:
+            axis.barh(y, size, left=start, color=fill, height=height)
+        axis.plot([place] * 2, [y - 0.45, y + 0.45], color=colour)
+    axis.set_yticks(range(len(bars)), [label for label, *_ in bars], fontsize=8)
+    axis.invert_yaxis()
+    axis.set(xlabel=xlabel)
+    axis.set_title(title, loc="left")
+
+
 def draw(results, path):
     """Whose file has what; who reads what from whom; what each rank holds and writes."""
+    reads, writes, total = [], [], sum(results["saves"][0]["written"]) / 1e3
+    shown = [row for row in results["pairs"] if (row["saved"], row["loaded"]) in SHOWN]
+    for row in shown:
+        for rank, (files, held) in enumerate(zip(row["read"], row["held"])):
+            sizes = [size / 1e3 for size in files]
+            parts = zip(np.cumsum([0, *sizes]), sizes, RANKS, [0.8] * len(sizes))
+            label = f"{row['saved']} to {row['loaded']}, rank {rank}"
+            reads.append((label, parts, held / 1e3, "black"))
+    for row in results["saves"][:SOME]:
+        for rank, (held, written) in enumerate(zip(row["held"], row["written"])):
+            parts = (0, held / 1e3, PALE, 0.8), (0, written / 1e3, RANKS[rank], 0.5)
+            label = f"{row['layout']}, rank {rank}"
+            writes.append((label, parts, total / len(row["held"]), GREY))
     with picture(path, [["cuts", "reads", "writes"]], (14, 5), width_ratios=[2, 3, 3]) as axes:
         draw_sources(axes["cuts"], results)
-        axis, labels = axes["reads"], []
-        for row in results["pairs"]:
-            if (row["saved"], row["loaded"]) not in SHOWN:
-                continue
-            for rank, files in enumerate(row["read"]):
-                start = 0
-                for source, size in enumerate(files):
-                    axis.barh(len(labels), size / 1e3, left=start, color=RANKS[source])
-                    start += size / 1e3
-                axis.plot(
-                    [row["held"][rank] / 1e3] * 2, [len(labels) - 0.45, len(labels) + 0.45], "k"
-                )
-                labels.append(f"{row['saved']} to {row['loaded']}, rank {rank}")
-        axis.set_yticks(range(len(labels)), labels)
-        axis.invert_yaxis()
-        axis.set(xlabel="kB; colour: whose file; black: what the rank holds")
-        axis.set_title("Who reads what", loc="left")
-        axis, labels = axes["writes"], []
-        total = sum(results["saves"][0]["written"]) / 1e3
-        for row in results["saves"][:SOME]:
-            for rank, (held, written) in enumerate(zip(row["held"], row["written"])):
-                axis.barh(len(labels), held / 1e3, color=PALE)
-                axis.barh(len(labels), written / 1e3, color=RANKS[rank], height=0.5)
-                ideal = total / len(row["held"])
-                axis.plot([ideal] * 2, [len(labels) - 0.45, len(labels) + 0.45], color=GREY)
-                labels.append(f"{row['layout']}, rank {rank}")
-        axis.set_yticks(range(len(labels)), labels, fontsize=8)
-        axis.invert_yaxis()
-        axis.set(xlabel="kB written; pale: held; line: all / P")
-        axis.set_title("Who saves what", loc="left")
+        xlabel = "kB; colour: whose file; black: what the rank holds"
+        draw_bars(axes["reads"], reads, "Who reads what", xlabel)
+        xlabel = "kB written; pale: held; line: all / P"
+        draw_bars(axes["writes"], writes, "Who saves what", xlabel)
 
 
 PREDICT = (
