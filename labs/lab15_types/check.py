@@ -1,9 +1,10 @@
 """Lab 15's exercises: their cases. mistakes.txt has the wrong answers.
 
-No table says what a rule gives: what types say has to hold on numbers of two ranks, true_type().
-What is right of a program's results and gradients comes from one device.
+No table says what a rule gives: types have to hold on numbers of two ranks, see true_type().
+What is right of a program's result and gradients comes from one device.
 """
 
+import copy
 import itertools
 import math
 import random
@@ -43,7 +44,7 @@ def said(lab, function, *args):
 def true_type(operation, types):
     """The type that an operation's result has on numbers of two ranks, forward and backward.
 
-    A type fits if the ranks' results make up what one device computes, and the ranks' gradients
+    A type fits if the ranks' results make up what one device computes, and their gradients
     what its gradients are. If none fits, the operation has to be refused.
     """
     own = {name: {"tp": type} for name, type in zip(OPERANDS[operation], types)}
@@ -80,6 +81,12 @@ def combinations(operation):
     return itertools.product(*each)
 
 
+def moves():
+    """(src, dst) of all moves; what is sharded is cut along dimension 0 before, 1 behind."""
+    for pair in " ".join(finished.MOVES).split():
+        yield tuple(f"S({i})" if letter == "S" else letter for i, letter in enumerate(pair))
+
+
 def gradient(group, seed):
     def see(lab, eye):
         for type in ("R", "I", "P", "V", S(0), S(2)):
@@ -93,12 +100,6 @@ def gradient(group, seed):
     yield "backward", see_moves
 
 
-def moves():
-    """(src, dst) of all moves; a sharded tensor is cut along dimension 0, or 1 behind the move."""
-    for pair in " ".join(finished.MOVES).split():
-        yield tuple(f"S({i})" if letter == "S" else letter for i, letter in enumerate(pair))
-
-
 def sent(group, seed):
     def see(lab, eye):
         for src, dst in moves():
@@ -107,59 +108,53 @@ def sent(group, seed):
     yield "all moves", see
 
 
-def letters(group, seed):
-    def see(asked, lab, eye):
-        changed = False
-        for kind, types in asked:
-            given = list(types)
-            eye.note(f"{kind} of {', '.join(types)}", said(lab, lab.combine_letters, kind, given))
-            changed |= given != [*types]
-        eye.note("types is overwritten", changed)
+def see_calls(function, calls, lab, eye):
+    """Note what a function says to calls {name: arguments}, and whether it changes these."""
+    changed = False
+    for name, args in calls.items():
+        given = copy.deepcopy(args)
+        eye.note(name, said(lab, getattr(lab, function), *given))
+        changed |= given != args
+    eye.note("an argument is overwritten", changed)
 
-    cases = {}
+
+def letters(group, seed):
+    cases, right = {}, {}
     for kind, n in itertools.product(KINDS, (1, 2, 3)):
         for types in itertools.product("RIPV", repeat=n):
+            name = f"{kind} of {', '.join(types)}"
             title = f"{kind} with P" if "P" in types else "R or I alone"
             title = "V among the types" if "V" in types else title
             title = "I beside others" if {"I"} < {*types} else title
-            cases.setdefault(title, []).append((kind, types))
-    for title, asked in cases.items():
-        right = {}
-        for kind, types in asked:
-            if "V" not in types and len(types) == len(OPERANDS[KINDS[kind]]):
-                right[f"{kind} of {', '.join(types)}"] = true_type(KINDS[kind], types)
-        yield title, partial(see, asked), right
+            cases.setdefault(title, {})[name] = kind, [*types]
+            if "V" not in types and n == len(OPERANDS[KINDS[kind]]):
+                right[name] = true_type(KINDS[kind], types)
+    for title, calls in cases.items():
+        see = partial(see_calls, "combine_letters", calls)
+        yield title, see, {name: right[name] for name in calls if name in right}
 
 
 def shards(group, seed):
-    def see(asked, lab, eye):
-        changed = False
-        for name, (labels, out, whole, types) in asked.items():
-            given = list(labels), list(types)
-            eye.note(name, said(lab, lab.combine_shards, given[0], out, whole, given[1]))
-            changed |= given != (list(labels), list(types))
-        eye.note("an argument is overwritten", changed)
-
-    cases, right = {}, {}
+    v_beside = (["V", S(0)], [S(1), "V"], [S(0), "V", "R"], [S(0), "V", "I"], ["P", "V", S(1)])
+    calls = {", ".join(types): (["ab"] * len(types), "ab", "", types) for types in v_beside}
+    cases, right = {"V among the types": calls}, {}
     for operation in OPERANDS:
         _, equation, whole = finished.rule(operation)
         dims = "abc" if operation in ("add", "multiply", "exp", "mean") else "ab"
         *labels, out = equation.replace("*", dims).replace("->", ",").split(",")
         for types in combinations(operation):
             if any(type[0] == "S" for type in types):
-                what = labels, out, whole, types
+                what = labels, out, whole, [*types]
                 name = f"{operation} ({', '.join(labels)} to {out}) of {', '.join(types)}"
                 cases.setdefault(kind_of(*what), {})[name] = what
                 right[name] = true_type(operation, types)
-    for types in (("V", S(0)), (S(1), "V"), (S(0), "V", "R"), (S(0), "V", "I"), ("P", "V", S(1))):
-        what = ["ab"] * len(types), "ab", "", types
-        cases.setdefault("V among the types", {})[", ".join(types)] = what
-    for title, asked in cases.items():
-        yield title, partial(see, asked), {name: right[name] for name in asked if name in right}
+    for title, calls in cases.items():
+        see = partial(see_calls, "combine_shards", calls)
+        yield title, see, {name: right[name] for name in calls if name in right}
 
 
 def kind_of(labels, out, whole, types):
-    """Which sentence of combine_shards()'s docstring a combination is about: a case's title."""
+    """Which sentence of combine_shards()'s docstring a call is about: a case's title."""
     pairs = list(zip(labels, types))
     names = [label[finished.sharded_dim(type)] for label, type in pairs if type[0] == "S"]
     if {"I", "P"} & set(types):
@@ -180,7 +175,8 @@ def rules(group, seed):
             operands = [lab.Typed(shape, {"tp": type}) for shape, type in zip(shapes, types)]
             return said(lab, lab.operate, operation, *operands)
 
-        eye.note("the shape", getattr(result(["R"] * len(OPERANDS[operation])), "shape", REFUSED))
+        replicated = result(["R"] * len(OPERANDS[operation]))
+        eye.note("the shape", getattr(replicated, "shape", REFUSED))
         for types in combinations(operation):
             found = result(types)
             eye.note(", ".join(types), found if found == REFUSED else found.types["tp"])
@@ -192,12 +188,13 @@ def rules(group, seed):
 
     yield "attention", see_sizes
     for operation in "linear", "norm", "softmax", "embedding", "attention":
-        right = {", ".join(types): true_type(operation, types) for types in combinations(operation)}
+        asked = combinations(operation)
+        right = {", ".join(types): true_type(operation, types) for types in asked}
         yield operation, partial(see, operation), right
 
 
 def reshape(group, seed):
-    numbers, other, cases = random.Random(seed), itertools.cycle("RSIPV"), {}
+    numbers, others, cases = random.Random(seed), itertools.cycle("RIPV"), {}
     fixed = [((2, 4, 8), (2, 4, 4, 2), 2), ((2, 4, 4, 2), (2, 4, 8), 3), ((2, 8), (16,), 1)]
     fixed += [((4, 6), (1, 4, 6), 0), ((4, 6), (4, 1, 6), 1), ((1, 4, 6), (4, 6), 1)]
     for _ in range(100):
@@ -205,30 +202,27 @@ def reshape(group, seed):
         new[-1] = math.prod(old) // math.prod(new[:-1]) or 1
         if math.prod(old) == math.prod(new):
             fixed.append((tuple(old), tuple(new), numbers.randrange(3)))
-    for n, (old, new, dim) in enumerate(dict.fromkeys(fixed)):
+    for old, new, dim in dict.fromkeys(fixed):
         right = on_numbers(old, new, dim)
         title = "one dimension begins where d did" if right != REFUSED else "none begins there"
         title = "dimensions of 1 number" if 1 in new else title
-        asked = (*new[:-1], -1) if n % 2 else new
-        cases.setdefault(title, []).append((old, new, asked, dim, next(other), right))
+        types = {"dp": next(others), "tp": S(dim), "pp": S(dim)}
+        name = f"S({dim}) of {old} in the shape {new}"
+        cases.setdefault(title, {})[name] = old, new, types, right
 
     def see(asked, lab, eye):
         changed = False
-        for old, new, shape, dim, letter, _ in asked:
-            types = {"dp": S(dim) if letter == "S" else letter, "tp": S(dim)}
+        for name, (old, new, types, _) in asked.items():
             x = lab.Typed(old, dict(types))
-            made = said(lab, lab.reshape, x, shape)
-            what = f"{S(dim)} of {old} in the shape {new}"
-            eye.note(what, made if made == REFUSED else made.types["tp"])
-            if made != REFUSED:
-                both = made.types.get("dp"), made.shape
-                eye.note(f"{what}, beside {types['dp']} on dp: the type on dp, the shape", both)
+            made = said(lab, lab.reshape, x, new)
+            eye.note(name, made if made == REFUSED else made.types["tp"])
+            all_of_it = made if made == REFUSED else (made.types, made.shape)
+            eye.note(f"{name}, all types and the shape", all_of_it)
             changed |= x.types != types
         eye.note("the types of x are overwritten", changed)
 
     for title, asked in cases.items():
-        right = {f"{S(dim)} of {old} in the shape {new}": r for old, new, _, dim, _, r in asked}
-        yield title, partial(see, asked), right
+        yield title, partial(see, asked), {name: right for name, (*_, right) in asked.items()}
 
 
 def on_numbers(old, new, dim):
@@ -244,7 +238,7 @@ def on_numbers(old, new, dim):
 
 
 K_AND_V = {"norm1": "I", "k": "P", "v": "I"}
-SMALL = {  # programs, whose operations come first: what is wrong with them, types of the arguments
+SMALL = {  # what does not fit: (program, whose operations come first; types of its arguments)
     "exp(k)": (lambda o, k, v, norm1: (o.exp(k), norm1)[1], K_AND_V),
     "k + v": (lambda o, k, v, norm1: (o.add(k, v), norm1)[1], K_AND_V | {"k": "I", "v": "P"}),
     "the result": (lambda o, k: k, {"k": "V"}),
@@ -264,7 +258,8 @@ def mend(group, seed):
 
     def see(name, lab, eye):
         how = types, _ = PROGRAMS[name]
-        program = FunctionType(getattr(finished, name).__code__, vars(lab))  # on their operations
+        ours = getattr(finished, name)
+        program = FunctionType(ours.__code__, vars(lab))  # with the lab's operations
         for kind, edits in typed.mutants(lab, program, types):
             if kind in ("dropped", "doubled"):
                 broken = typed.edited(lab, program, edits)
@@ -293,7 +288,7 @@ class Refused:
 
 
 def program(name):
-    """The cases of a program: accepted, right on numbers, and no more messages than it needs."""
+    """The cases of a program: accepted, right on numbers, no more messages than it needs."""
     types, returns = PROGRAMS[name]
 
     def see(seed, lab, eye):
@@ -301,8 +296,8 @@ def program(name):
         problem = lab.check(function, types, returns)
         for operation in [*OPERATIONS, "give_back"]:
             here = problem and problem.operation == operation
-            said = Refused(str(problem), problem.line) if here else "accepted"
-            eye.note(f"{operation}()", said)
+            verdict = Refused(str(problem), problem.line) if here else "accepted"
+            eye.note(f"{operation}()", verdict)
         if eye.goes_on():
             for what, x in typed.computed(lab, function, types, returns, seed).items():
                 eye.note(what, x)

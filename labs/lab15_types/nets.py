@@ -1,10 +1,10 @@
 """Which nets see which bug: types, parity (the float64 proof on 2 ranks), bits (lab 16's).
 
-A bug is written into a text. Of break_it.py's this text is scripts.py, which has the script as a
-program of types, and for bits lab 16's lesson, where it has a place for the bug: in tensor
-parallelism, and in data parallelism's sums of gradients, which stand for Ulysses'. Bits asks that
-two ranks give what one gives; lab 16's own bugs, of order and of random numbers, are held against
-one device as parity does it, too: in float64, from given weights, without dropout.
+A bug of break_it.py is written into scripts.py, which has the scripts as programs of types.
+For bits it is written into lab 16's lesson, if that has a place for it: in tensor parallelism,
+or in data parallelism's sums of gradients, which stand for Ulysses'. Bits asks that two ranks
+give what one gives. Lab 16's own bugs, of order and of random numbers, are compared with one
+device, too, as parity does it: in float64, from given weights, without dropout.
 """
 
 import json
@@ -49,31 +49,31 @@ sp_ulysses missing_gradient_sum: move(weight, "I", "R") -> weight
 sp_ulysses local_position_ids: (w["positions"], y) -> (modulo(w["positions"]), y)
 sp_ulysses shift_after_split: (logits, labels, same) -> (logits, masked(labels), same)
 sp_ulysses no_op_ulysses: , whole, all_to_all) -> , whole)
-sp_ulysses wrong_head_order: return move(y, S(2), S(1)) -> return roll_heads(move(y, S(2), S(1)))
+sp_ulysses wrong_head_order: , all_to_all) -> , lambda *y: roll_heads(all_to_all(*y)))
 sp_ulysses loss_by_local_count: return loss -> return scale(loss, own_count)
 pp overwritten_gradients: add(*losses) -> losses[-1]
 pp untied_gradient: tied = move(table, "I", "R") -> tied = table
 pp swapped_labels: shift(labels) -> roll_sequences(shift(labels))
 """  # script bug: ours -> theirs, in scripts.py; a bug that is not here changes numbers alone
-COUNT = "/ (len(layout.sequences) * sum((~rows_of(ids[1:], b)[1]).sum() for b in layout.blocks))"
+OWN = "sum((~rows_of(ids[1:], block)[1]).sum() for block in layout.blocks)"  # its targets
+LOCAL_COUNT = f"/ (B * (S - 1)) -> / (len(layout.sequences) * {OWN})"
 BITS = {  # script: {bug: the same in lab 16's lesson}
     "tp.py": {
         "missing_backward_all_reduce": "all_reduce(tree_sum(grads), ctx.group) -> tree_sum(grads)",
         "missing_forward_reduction": "all_reduce(tree_sum(parts), group) -> tree_sum(parts)",
-        "all_reduce_both_ways": "ctx.count = len(parts) -> ctx.count, ctx.group = len(parts), group"
-        " && *[grad] * ctx.count -> *[all_reduce(grad, ctx.group)] * ctx.count",
+        "all_reduce_both_ways": "ctx.count = -> ctx.group, ctx.count = group,"
+        " && *[grad] -> *[all_reduce(grad, ctx.group)]",
         "wrong_shard": "else initial(name, block, seed) -> else initial(name, (block"
         ' + len(layout.blocks) * (name == "layers.0.o")) % BLOCKS, seed)',
         "unmasked_embedding": ".masked_fill(elsewhere[:, None], 0) ->",
         "local_softmax": "Leave.apply(layout.tp, *sums) -> tree_sum(sums)",
-        "loss_by_local_count": f"/ (B * (S - 1)) -> {COUNT}",
-        "no_op_parallelize": "return range(group.rank() * size, (group.rank() + 1) * size) ->"
-        " return range(n) && return (doubling if x.numel() % group.size() else halving)(x, group)"
-        " -> return x",
+        "loss_by_local_count": LOCAL_COUNT,
+        "no_op_parallelize": "range(group.rank() * size, (group.rank() + 1) * size) ->"
+        " range(n) && (doubling if x.numel() % group.size() else halving)(x, group) -> x",
     },
     "sp_ulysses.py": {
         "missing_gradient_sum": "(all_reduce(tree_sum(parts), layout.dp) -> (tree_sum(parts)",
-        "loss_by_local_count": f"/ (B * (S - 1)) -> {COUNT}",
+        "loss_by_local_count": LOCAL_COUNT,
     },
     "lab16": dict.fromkeys(change.__name__ for change in same_bits.SURE),
 }
@@ -102,7 +102,7 @@ def changes():
 
 
 def script_says(script, bug=None):
-    """What the checker says to a script's program with a bug of break_it.py; None: accepted."""
+    """What the checker says to a script with a bug of break_it.py; None if it accepts it."""
     edits = changes().get((script, bug), "")
     return with_edits(scripts.__file__, edits).said(OTHER.get(bug, script))
 
@@ -129,8 +129,8 @@ def proof_sees(script, bug):
     """Whether the float64 proof of a script fails with a bug, on 2 ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
     command += ["labs/break_it.py", script, bug, "--length", "64"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, cwd=LABS.parent, env=environment, capture_output=True, text=True)
+    how = {"cwd": LABS.parent, "env": os.environ | {"OMP_NUM_THREADS": "1"}, "text": True}
+    run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, **how)
     return "FAIL correctness" in run.stdout
 
 
@@ -167,7 +167,7 @@ def given(lab, layout, seed):
 
 
 def judged_on_rank(group, seed):
-    """{(script, bug): the nets that see it} on this rank: bits, and for lab 16's own parity."""
+    """{(script, bug): the nets that see it} on this rank: bits; parity of lab 16's own."""
     groups, found, data = same_bits.all_groups(group, SHAPES["lab16"]), {}, data_of(seed)
     single = [dist.new_group([rank]) for rank in range(group.size())][group.rank()]
     for script, bug in ((each, bug) for each, bugs in BITS.items() for bug in bugs):
@@ -179,7 +179,8 @@ def judged_on_rank(group, seed):
             if any(same_bits.differing(pair[0][what], pair[1][what])[0] for what in pair[1]):
                 row.add("bits")
             if script == "lab16":
-                mine, right = given(labs[0], layouts[0], seed), given(finished, layouts[1], seed)
+                mine = given(labs[0], layouts[0], seed)
+                right = given(finished, layouts[1], seed)
                 if max(relative_error(x, right[key]) for key, x in mine.items()) > EXACT:
                     row.add("parity")
             dist.barrier(group)
@@ -187,7 +188,7 @@ def judged_on_rank(group, seed):
 
 
 def judge_bits(seed):
-    """{script or lab16: {bug: the nets, of bits and parity, that see it on any of 2 ranks}}."""
+    """{script or lab16: {bug: the nets, bits or parity, that see it on any of 2 ranks}}."""
     found = {}
     ranks = on_ranks(2, judged_on_rank, seed, timeout=300)
     for script, bug in ranks[0]:

@@ -1,7 +1,7 @@
 """The four scripts, one layer of each, and lab 3's pitfalls, as programs of lab 15.
 
-A program has a script's moves and operations, TYPES its weights' types. nets.py writes the bugs
-of labs/break_it.py into these lines.
+A program has a script's moves and operations, TYPES the types of its weights. nets.py writes
+the bugs of labs/break_it.py into these lines.
 """
 
 from functools import partial
@@ -35,7 +35,8 @@ MORE = {  # rules of what the lesson's programs do without
 ) = (getattr(lesson, name) for name in OPERATIONS)  # fmt: skip
 operate = FunctionType(lesson.operate.__code__, vars(lesson) | {"rule": MORE.get})
 (
-    pick, shift, scale, masked, modulo, roll_heads, roll_sequences, head_norm, transposed, gradless,
+    pick, shift, scale, masked, modulo, roll_heads, roll_sequences, head_norm,
+    transposed, gradless,
 ) = (lesson.op(partial(operate, name), name) for name in MORE)  # fmt: skip
 
 

@@ -1,8 +1,8 @@
-"""What the finished lab 15 shows: programs with a mistake, refused; bugs, and which net sees them.
+"""What the finished lab 15 shows: programs with a mistake, refused; which net sees which bug.
 
-Every mutant of the five programs is judged three times: by the checker, on numbers of two ranks,
-and by spmd_types, where it is installed. Bugs of break_it.py and pitfalls of lab 3 are judged as
-typed programs; what the float64 proof says to them stands in nets.json (--nets: anew).
+Every mutant of the five programs is judged three times: by the checker, on numbers of two
+ranks, and by spmd_types, where it is installed. Bugs of break_it.py and pitfalls of lab 3 are
+judged as typed programs; what the other nets say stands in nets.json (--nets: anew).
 """
 
 import json
@@ -44,7 +44,7 @@ def judge(lab, name, seed, everything):
                 other = oracle.refused(mesh, lab, broken, types, returns)
                 found.update(asked=1, same=(other is None) == (problem is None))
                 if (other is None) != (problem is None):
-                    odd.append(f"{name}, {how}, {edits}: {problem} here, {other} in spmd_types")
+                    odd.append(f"{name}, {edits}: {problem} here, {other} in spmd_types")
     return dict(found) | {"mutants": len(mutants), "odd": odd}
 
 
@@ -62,20 +62,18 @@ def show_mutants(lab, args):
         off += row["odd"]
         if row["mended"] != one:
             off.append(f"{name}: {row['mended']} of {one} dropped or doubled moves are mended")
-    print("\nPrograms with one mistake: a move dropped, doubled, changed, or two of them exchanged")
+    print("\nPrograms with one mistake: a move dropped, doubled, changed, or two exchanged")
     table(*rows)
-    print("\n  mended: dropped and doubled ones, by the collective that the error names; then they")
-    print("  are right on numbers. as spmd_types: of every fourth mutant (--everything: of all)")
+    print("\n  mended: dropped and doubled ones, by the collective that the error names; then")
+    print("  they are right on numbers. as spmd_types: of every fourth (--everything: of all)")
     return found, off
 
 
 def show_nets():
     """The table of bugs and nets; (nets, what is off)."""
     found, off = json.loads(nets.NETS.read_bytes()), []
-    print(
-        "\nWhich net sees which bug: types (no rank, no data), parity (the float64 proof), bits (as"
-    )
-    print("on one rank to the last bit: lab 16's program, where it has a place for the bug)")
+    print("\nWhich net sees which bug: types (no rank, no data), parity (the float64 proof),")
+    print("bits (as on one rank to the last bit: lab 16's program, if it has a place for the bug)")
     rows = [["", "bug", *JUDGED, "what the checker says"]]
     for script, bugs in nets.type_verdicts().items():
         for bug, problem in bugs.items():
@@ -96,7 +94,7 @@ def show_nets():
 
 
 def mark(script, bug, net, row):
-    """x: this net sees the bug; -: it does not; nothing: there is no program to judge it in."""
+    """x: this net sees the bug; -: it does not; nothing: no program to judge it in."""
     judged = net != "bits" or bug in nets.BITS.get(script, ())
     return "x" if net in row else "-" if judged else ""
 
@@ -104,11 +102,10 @@ def mark(script, bug, net, row):
 def collectives(lab):
     """How many collectives sp_block's moves send, forward and backward."""
     types, _ = PROGRAMS[SHOWN]
-    moves = [
-        args for name, args in typed.calls_of(lab, getattr(lab, SHOWN), types) if name == "move"
-    ]
-    both = [(lab.sent(src, dst), lab.sent(*lab.backward(src, dst))) for _, src, dst, _ in moves]
-    return sum(op is not None for pair in both for op in pair)
+    calls, found = typed.calls_of(lab, getattr(lab, SHOWN), types), []
+    for _, src, dst, _ in (args for name, args in calls if name == "move"):
+        found += [lab.sent(src, dst), lab.sent(*lab.backward(src, dst))]
+    return sum(op is not None for op in found)
 
 
 def show_error(lab):
@@ -123,7 +120,8 @@ def show_error(lab):
     problem = lab.check(forgotten, types, returns)
     number, (i, src, dst, _) = lab.mend(forgotten, types, returns, problem)
     line = linecache.getline(__file__, problem.line).strip()
-    print(f"\nAn error, as it is reported:\n  {Path(__file__).name}, line {problem.line}: {line}")
+    print("\nAn error, as it is reported:")
+    print(f"  {Path(__file__).name}, line {problem.line}: {line}")
     mend = lab.sent(src, dst), lab.sent(*lab.backward(src, dst))
     print(f"  {problem}")
     print(f"  move operand {i} from {src} to {dst}: forward {mend[0]}, backward {mend[1]}")
@@ -153,8 +151,8 @@ def draw(results, path):
             for bug, row in bugs.items():
                 for column, net in enumerate(JUDGED):
                     marked = mark(script, bug, net, row)
-                    colour = {"x": BLUE, "-": "white", "": PALE}[marked]
-                    axis.barh(len(labels), 0.9, left=column, color=colour, edgecolor=GREY, lw=0.5)
+                    how = {"color": {"x": BLUE, "-": "white", "": PALE}[marked], "lw": 0.5}
+                    axis.barh(len(labels), 0.9, left=column, edgecolor=GREY, **how)
                 labels.append(f"{script}  {bug.replace('_', ' ')}")
         axis.set_yticks(range(len(labels)), labels, fontsize=6.5)
         axis.set_xticks([0.45, 1.45, 2.45], ["types", "parity", "bits"])
@@ -163,9 +161,8 @@ def draw(results, path):
         axis, left = axes["mutants"], [0] * len(results["mutants"])
         names, rows = list(results["mutants"]), list(results["mutants"].values())
         axis.barh(names, [row["mutants"] for row in rows], color=PALE, label="mutants")
-        axis.barh(
-            names, [row["wrong"] for row in rows], height=0.5, color=GREY, label="wrong on numbers"
-        )
+        wrong = [row["wrong"] for row in rows]
+        axis.barh(names, wrong, height=0.5, color=GREY, label="wrong on numbers")
         refused = [row["refused"] for row in rows]
         axis.barh(names, refused, left=left, height=0.25, color=BLUE, label="refused by types")
         axis.invert_yaxis()
@@ -183,5 +180,5 @@ PREDICT = (
 def add_options(parser):
     """The options of this lab's own."""
     add = parser.add_argument
-    add("--everything", action="store_true", help="ask spmd_types about every mutant, if installed")
+    add("--everything", action="store_true", help="ask spmd_types about every mutant")
     add("--nets", action="store_true", help="all bugs through the proofs: nets.json anew")

@@ -1,4 +1,4 @@
-"""Lab 15's programs on numbers: two ranks have what types say, and are compared with one device.
+"""Lab 15's programs on numbers: two ranks have what types say, beside one device.
 
 A program's text stays as it is: its operations, move() among them, are looked up in the lab's
 module, where others are put. The ranks are lists of tensors in one process.
@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from labs.kit.harness import relative_error
 from labs.lab15_types import lesson as finished  # not the learner's
 
-OPERATIONS = "move repeat_heads reshape add subtract multiply silu exp log total mean linear norm"
-OPERATIONS = f"{OPERATIONS} softmax embedding rotary attention".split()
+OPERATIONS = "move repeat_heads reshape add subtract multiply silu exp log total mean linear"
+OPERATIONS = f"{OPERATIONS} norm softmax embedding rotary attention".split()
 CONSTANT = {"positions", "targets", "ids"}  # arguments without a gradient
 SAME = 1e-10  # relative, in float64
 SHAPES = finished.SHAPES | {"y": finished.SHAPES["x"], "ids": finished.SHAPES["x"][:2]}
@@ -161,8 +161,8 @@ def split(full, types, mesh, generator):
         type, before, parts = types[axis], parts, []
         for x in before:
             if type[0] == "P":
-                some = [torch.randn(x.shape, generator=generator).to(x) for _ in range(world - 1)]
-                parts += [*some, x - sum(some)]
+                noise = torch.randn(world - 1, *x.shape, generator=generator).to(x)
+                parts += [*noise, x - noise.sum(0)]
             elif type[0] == "S":
                 parts += slices(x, world, finished.sharded_dim(type))
             else:
@@ -209,7 +209,7 @@ def gradients_of(types):
 
 
 def run(lab, program, types, mesh, seed):
-    """(the result, {argument: its tensors}), all Ranks, of a program on a mesh {axis: ranks}."""
+    """(the result, {argument: its tensors}), all Ranks, of a program; mesh {axis: size}."""
     generator, parts = torch.Generator().manual_seed(seed + 1), {}
     for name, full in drawn(types, seed).items():
         own = split(full, types[name], mesh, generator)
@@ -237,9 +237,9 @@ def put_together(out, parts, types, returns, mesh, seed):
 def computed(lab, program, types, returns, seed=0, world=2):
     """put_together() of a program on `world` ranks an axis.
 
-    types {argument: {axis: type}}; returns {axis: type}. One rank is one device: there every move
-    is the identity. ValueError, RuntimeError or IndexError where the program cannot be run, or
-    ranks differ in what they should have in common.
+    types {argument: {axis: type}}; returns {axis: type}. One rank is one device, where every
+    move is the identity. Raises ValueError, RuntimeError or IndexError where the program
+    cannot be run, or where ranks differ in what they should have in common.
     """
     mesh = dict.fromkeys(returns, world)
     out, parts = run(lab, program, types, mesh, seed)
@@ -312,7 +312,7 @@ def calls_of(lab, program, types):
 
 
 def mutants(lab, program, types):
-    """Yield (how, edits): each move dropped, doubled, changed to any other; each two exchanged."""
+    """Yield (how, edits): a move dropped, doubled, changed to any other; two exchanged."""
     calls = enumerate(calls_of(lab, program, types))
     moves = [(n, args[0], tuple(args[1:])) for n, (name, args) in calls if name == "move"]
     for n, x, (src, dst, axis) in moves:
@@ -329,7 +329,7 @@ def mutants(lab, program, types):
 
 
 def message_numbers(lab, program, types):
-    """The numbers in a program's messages, forward and backward; twice those of an all-reduce."""
+    """How many numbers a program's messages have, both ways; an all-reduce counts twice."""
     total = 0
     for name, args in calls_of(lab, program, types):
         if name == "move" and args[1] != args[2]:
