@@ -120,6 +120,7 @@ def same(mine, right):
 def empty_folder():
     """A folder that has the same name each time, because errors name it."""
     folder = Path(tempfile.gettempdir(), f"lab13_{os.getpid()}")
+    shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
     folder.mkdir()
     try:
         yield folder
