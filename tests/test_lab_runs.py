@@ -148,18 +148,18 @@ SILENT = "transposed_weights", "returned_tuples", "local_positions", "local_mask
 EXACT = "untied_weights", "loss_without_graph"
 SEEN = {  # of the wrong way, of the right way
     "transposed_weights": (r"\(192, 64\) raises", "e-07 off"),
-    "copy_without_no_grad": ("RuntimeError: a leaf Variable that requires grad", "still trains"),
-    "parallelize_order": ("NotImplementedError: Cannot copy out of meta tensor", "all weights"),
+    "copy_without_no_grad": ("RuntimeError: a leaf Variable that requires grad", "^2 cases"),
+    "parallelize_order": ("NotImplementedError: Cannot copy out of meta tensor", "^1 case"),
     "untied_weights": (r"2 of \(v, h\)", r"1 of \(v, h\)"),
     "f_per_projection": ("e-07 off, 5 all-reduces a layer", "e-07 off, 2 all-reduces a layer"),
-    "autograd_kwargs": ("TypeError: .*keyword argument", "gradients off by 0"),
-    "retain_grad": ("no gradient to send back", "gradient there in 3 dtypes"),
+    "autograd_kwargs": ("TypeError: .*keyword argument", "^1 case"),
+    "retain_grad": ("no gradient to send back", "^3 cases"),
     "chunk_boundary": ("124 of 126 targets", "126 of 126 targets"),
     "loss_without_graph": ("RuntimeError: element 0 of tensors does not require grad", "e-07 off"),
     "adam_hides_scale": (r"part by [\d.]+e-05", r"part by 0\.\d+"),
-    "stale_result": (r"the sum is off by [67]\.\de-01", "sum off by 0e"),
-    "adaptive_timing": ("the ranks (ran|say)", r"^\d+ steps on every rank"),
-    "rank_0_clock": (r"the ranks say \[", r"^0\.[1-4]\d s on every rank"),
+    "stale_result": (r"the sum is off by [67]\.\de-01", "^1 case"),
+    "adaptive_timing": ("the ranks run unequally many steps", "^2 cases"),
+    "rank_0_clock": ("the seconds are more than|the ranks say different", "^2 cases"),
 }
 
 
