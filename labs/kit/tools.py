@@ -15,9 +15,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from labs.kit.compare import tried
-from labs.kit.harness import Traffic, expect, expect_close
-
 UNEVEN = 5, 7, 11, 13, 17, 19, 23, 25, 29  # neither 2 nor 3 divides them
 
 
@@ -122,47 +119,6 @@ class Kept(torch.autograd.graph.saved_tensors_hooks):
     @property
     def bytes(self):
         return sum(self.storages.values())
-
-
-def expect_traffic(when, traffic, most, hint=""):
-    """Raise Wrong unless each collective moves at most most[op] bytes; an unnamed one moves none.
-    most None: any number is right."""
-    for op, (calls, sent) in (traffic.ops if most is not None else {}).items():
-        allowed = most.get(op, 0)
-        enough = f"{allowed} will do" if allowed else "none are needed"
-        found = f"{when}: {op} moves {sent} bytes, calls: {calls}; {enough}"
-        expect(sent <= allowed, found, hint)
-
-
-IN_PLACE = "a collective works in place, as x.add_() does; do it to a new tensor"
-
-
-def run_and_compare(layer, given, wanted, hints, case="", parameters=()):
-    """Run layer(x) and its backward; compare values, gradients and bytes. No input is written to.
-
-    given {"x", "dy"}; wanted {"y", "dx"}, where they matter "forward" and "backward", {op: bytes},
-    and "kept", the bytes that the backward needs beside the parameters; hints {"y", "dx"}, as
-    expect_close takes them, and "otherwise", a text. case: what messages begin with. Returns the
-    largest relative error.
-    """
-    x, dy = given["x"].clone().requires_grad_(), given["dy"].clone()
-    hint = hints.get("otherwise", "")
-    with Traffic() as forward, Kept(*parameters) as kept:
-        y = tried(f"{case}the forward", hint, layer, x)
-    error = expect_close(f"{case}y", y, wanted["y"], hints=hints.get("y"), hint=hint)
-    expect(torch.equal(x, given["x"]), f"{case}x is overwritten", IN_PLACE)
-    if "kept" in wanted:
-        kept.note_attributes(y)
-        found = f"{kept.bytes} bytes are kept for the backward; {wanted['kept']} will do"
-        expect(kept.bytes <= wanted["kept"], found, "keep the shard x, not the gathered one")
-    expect_traffic(f"{case}forward", forward, wanted.get("forward"), hint)
-    with Traffic() as backward:
-        tried(f"{case}the backward", hint, y.backward, dy)
-    same = torch.equal(x, given["x"]) and torch.equal(dy, given["dy"])
-    expect(same, f"{case}x, or the gradient given to the backward, is overwritten", IN_PLACE)
-    error = max(error, expect_close(f"{case}dx", x.grad, wanted["dx"], 1e-5, hints.get("dx"), hint))
-    expect_traffic(f"{case}backward", backward, wanted.get("backward"), hint)
-    return error
 
 
 def members(groups):
