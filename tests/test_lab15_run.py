@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import ROOT, python
 from learner import CHECKS, LABS, harness, run_lab
 
@@ -100,6 +101,15 @@ def test_one_rank_is_hugging_faces_layer():
     mask = torch.ones(lab.LENGTH, lab.LENGTH, dtype=torch.bool).tril()[None, None]
     right = layer(full["x"], attention_mask=mask, position_embeddings=unturned)
     assert harness.relative_error(mine, right.detach()) < 1e-6, "HF's norms are float32 inside"
+
+
+def test_the_vocabulary_loss_is_torchs():
+    full = typed.drawn(typed.PROGRAMS["vocabulary_loss"][0], 0)
+    with mock.patch.dict(vars(lab), typed.on_numbers({"tp": 1})):
+        (mine,) = lab.vocabulary_loss(**{name: typed.Ranks([x]) for name, x in full.items()})
+    logits = full["x"] @ full["head"].mT
+    right = F.cross_entropy(logits.flatten(0, 1), full["targets"].argmax(-1).flatten())
+    assert harness.relative_error(mine, right) < 1e-12
 
 
 def test_an_error_names_the_line_and_the_mend():
