@@ -1,6 +1,6 @@
 """Lab 3's exercises: their cases. mistakes.txt has the wrong answers.
 
-Values and gradients are one device's; bytes, and what else a case notes, are the finished lab's.
+Values and gradients are one device's; bytes, and all else a case notes, the finished lab's.
 watching.py has the cases of what one watches in training.
 """
 
@@ -60,7 +60,8 @@ def see_copy(value, lab, eye):
 def copy_without_no_grad(group, seed):
     for dtype in torch.float32, torch.bfloat16:
         value = numbers(seed, 4, 6).to(dtype)
-        right = {"the parameter": value.float(), "the parameter after a step": value.float() - 3}
+        right = {"the parameter": value.float()}
+        right["the parameter after a step"] = value.float() - 3  # of x's 3 rows of ones
         yield f"{dtype}", partial(see_copy, value), right
 
 
@@ -69,10 +70,14 @@ def full(x):
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
+def make_mlp():
+    return nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6), nn.LayerNorm(6))
+
+
 def see_parallelize(weights, x, group, lab, eye):
     """An MLP from meta to a mesh of these ranks."""
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6), nn.LayerNorm(6))
+        model = make_mlp()
     given = {name: tensor.clone() for name, tensor in weights.items()}
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
     mesh = DeviceMesh.from_group(subgroup(group, 10), "cpu")
@@ -91,7 +96,7 @@ def see_parallelize(weights, x, group, lab, eye):
 
 
 def parallelize_order(group, seed):
-    whole, x = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6), nn.LayerNorm(6)), numbers(seed, 3, 6)
+    whole, x = make_mlp(), numbers(seed, 3, 6)
     weights = {name: numbers(seed, *t.shape) for name, t in whole.state_dict().items()}
     whole.load_state_dict(weights)
     right = {"the output": whole(x).detach()}
@@ -180,10 +185,10 @@ def see_enter(kind, shards, x, dy, group, lab, eye):
 
 def f_per_projection(group, seed):
     x = numbers(seed, 2, 5, 6).requires_grad_()
-    ranks = [(numbers(seed + 1 + r, 3, 4, 6), numbers(seed + 9 + r, 2, 5, 4)) for r in range(2)]
-    right = {"the gradient of x": sum(3 * dy @ shards.sum(0) for shards, dy in ranks)}
-    shards, dy = ranks[group.rank()]  # dy (b, s, o/P)
-    right["y"] = 3 * x.detach() @ shards.sum(0).T
+    every_rank = numbers(seed + 1, 2, 3, 4, 6), numbers(seed + 2, 2, 2, 5, 4)  # dy (b, s, o/P)
+    dx = sum(3 * dy @ shards.sum(0) for shards, dy in zip(*every_rank))
+    shards, dy = (each[group.rank()] for each in every_rank)
+    right = {"y": 3 * x.detach() @ shards.sum(0).T, "the gradient of x": dx}
     for kind in Attention, MLP:
         yield kind.__name__, partial(see_enter, kind, shards, x, dy, group), right
 
@@ -197,7 +202,7 @@ def see_leave(x, rest, dy, group, lab, eye):
         eye.note("the output given is overwritten", not torch.equal(out, x))
         eye.note("a tuple is returned", isinstance(result, tuple))
         if isinstance(result, tuple):
-            same = len(result) == 1 + len(rest) and all(map(lambda a, b: a is b, result[1:], rest))
+            same = [*map(id, result[1:])] == [*map(id, rest)]
             eye.note("the rest of the tuple is another one", not same)
         return result[0] if isinstance(result, tuple) else result
 
@@ -206,14 +211,15 @@ def see_leave(x, rest, dy, group, lab, eye):
 
 def returned_tuples(group, seed):
     parts, dy = numbers(seed, group.size(), 3, 4, 5), numbers(seed + 1, 3, 4, 5)
-    right, x = {"y": parts.sum(0), "the gradient of x": dy}, parts[group.rank()].requires_grad_()
+    right = {"y": parts.sum(0), "the gradient of x": dy}
+    x = parts[group.rank()].requires_grad_()
     for rest in (numbers(seed + 2, 3, 4, 4), "cache"), (None,), ():
         title = f"a tuple of {1 + len(rest)}" if rest else "a tensor"
         yield title, partial(see_leave, x, rest, dy, group), right
 
 
 def kwargs_step(seed, run, eye=None):
-    """{name: gradient} of two blocks that share two computed tensors, as layers share cos and sin.
+    """{name: gradient} of two blocks that share two computed tensors, as layers do cos and sin.
 
     run(block, x, **kwargs). kwargs have a number, too.
     """
@@ -230,8 +236,12 @@ def kwargs_step(seed, run, eye=None):
     if eye:
         eye.note("what made the output", type(out.grad_fn).__name__)
     out.sum().backward()
-    grads = {"x": x.grad, "a tensor among kwargs": base.grad, "the block": linear.weight.grad}
-    return {f"the gradient of {name}": grad for name, grad in grads.items()} | {"the output": out}
+    return {
+        "the output": out.detach(),
+        "the gradient of x": x.grad,
+        "the gradient of a tensor among kwargs": base.grad,
+        "the gradient of the block": linear.weight.grad,
+    }
 
 
 def autograd_kwargs(group, seed):
@@ -240,7 +250,7 @@ def autograd_kwargs(group, seed):
             eye.note(name, x if x is not None else "None")
 
     right = kwargs_step(seed, lambda block, x, **kwargs: block(x, **kwargs))
-    yield "two blocks", see, right | {"the output": right["the output"].detach()}
+    yield "two blocks", see, right
 
 
 def see_stage(seed, dtype, lab, eye):
@@ -269,8 +279,9 @@ def local_positions(group, seed):
     for length, world in CHUNKS:
         for rank, right in enumerate(torch.arange(length).tensor_split(world)):
             given = {"length": length, "rank": rank, "world": world}
+            call = "right_local_positions", given, "the positions"
             title = f"{length} tokens, rank {rank} of {world}"
-            yield title, ("right_local_positions", given, "the positions"), {"the positions": right}
+            yield title, call, {"the positions": right}
 
 
 def local_mask(group, seed):
@@ -289,8 +300,9 @@ def chunk_boundary(group, seed):
         targets = F.pad(ids[:, 1:], (0, 1), value=IGNORE)
         for rank, right in enumerate(targets.tensor_split(world, 1)):
             given = {"ids": ids, "rank": rank, "world": world}
+            call = "right_chunk_boundary", given, "the targets"
             title = f"{length} tokens, rank {rank} of {world}"
-            yield title, ("right_chunk_boundary", given, "the targets"), {"the targets": right}
+            yield title, call, {"the targets": right}
 
 
 def see_loss(logits, targets, group, lab, eye):
@@ -310,7 +322,7 @@ def loss_without_graph(group, seed):
     """The loss of all tokens, the gradient of the rank's own; ranks with unequal targets."""
     rank, world = group.rank(), group.size()
     logits = numbers(seed, 2, 3 * world, 7).requires_grad_()
-    targets = torch.randint(0, 7, (2, 3 * world), generator=torch.Generator().manual_seed(seed))
+    targets = numbers(seed + 1, 2, 3 * world, 7).argmax(-1)
     targets[:, -1], targets[0, 0] = IGNORE, IGNORE
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     loss.backward()

@@ -110,8 +110,8 @@ def see_counts(group, lab, eye):
 def see_median(group, lab, eye):
     """Steps of 1 or 7 times LONG on one of the ranks, or none, by a clock that they alone move.
 
-    So a rank's own median is short, and neither the largest nor the mean of the ranks' maxima is
-    the median, nor a sum.
+    So a rank's own median is short, and neither the largest nor the mean of the ranks' maxima
+    is the median, nor a sum.
     """
     times = []
 

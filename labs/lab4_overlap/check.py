@@ -1,9 +1,9 @@
 """Lab 4's exercises: their cases. mistakes.txt has the wrong answers.
 
-Values and gradients are one device's; bytes, and what a backward keeps, are the finished lab's.
-On a Link a message travels only once it is waited for. Its log shows what starts and what waits,
-and the order of that is judged, never how long something takes. All numbers are whole, so that
-every order of their sums gives the same.
+Values and gradients are one device's; bytes, and what a backward keeps, the finished lab's.
+On a Link a message travels only once it is waited for. Its log shows what starts and what
+waits, and the order of that is judged, never how long something takes. All numbers are whole,
+so that every order of their sums gives the same.
 """
 
 import itertools
