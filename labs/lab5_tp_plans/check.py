@@ -135,6 +135,7 @@ def qk_norm_style(group, seed):
         eye.note("the weight is a DTensor", isinstance(norm.weight, DTensor))
         eye.note("the gradient of the weight", full(norm.weight.grad))
         eye.note("x is overwritten", not torch.equal(mine, x))
+        eye.note("y in bfloat16", norm.bfloat16()(x.bfloat16()))
 
     cases = ("Qwen3, (b, s, heads/P, d)", 2), ("Gemma3, (b, heads/P, s, d)", 1)
     for title, cut in cases:
@@ -157,7 +158,7 @@ class Positions(nn.Module):
 
 
 def rotary_style(group, seed):
-    mesh, P, n = DeviceMesh.from_group(group, "cpu"), group.size(), 5 + seed % 3
+    mesh, P = DeviceMesh.from_group(group, "cpu"), group.size()
 
     def see(x, position_ids, lab, eye):
         rotary = Positions()
@@ -169,11 +170,11 @@ def rotary_style(group, seed):
             eye.note("position_ids", became)
         eye.note("position_ids is overwritten", not torch.equal(given, position_ids))
 
-    positions = torch.arange(P * n + 3)[None]
-    own, counted, later = positions[:, :n], positions[:, : P * n], positions[:, 3:]
-    x = torch.zeros(2, n, 4)
-    stream = DTensor.from_local(x, mesh, [Shard(1)])
-    yield "counted from 0 on each rank", partial(see, x, own), {"position_ids": counted}
+    for n in 4, 5 + seed % 3:  # tokens of a rank
+        x, counted = torch.zeros(2, n, 4), torch.arange(P * n)[None]
+        title = f"{n} tokens, counted from 0 on each rank"
+        yield title, partial(see, x, counted[:, :n]), {"position_ids": counted}
+    later, stream = counted + 3, DTensor.from_local(x, mesh, [Shard(1)])
     yield "given, of all tokens", partial(see, x, later), {"position_ids": later}
     yield "x is a DTensor", partial(see, stream, counted), {"position_ids": counted}
 
