@@ -247,7 +247,6 @@ def write(group, seed):
                 lab.write_tensors(str(path), kinds, full.get)
             again = path.read_bytes()
         size = int.from_bytes(data[:8], "little")
-        eye.note("the number in front is a length", 0 < size <= len(data) - 8)
         header = json.loads(data[8:][:size])
         eye.note("the header's length modulo 8", size % 8)
         eye.note("__metadata__", str(header.pop("__metadata__", "missing")))
@@ -281,7 +280,7 @@ def save(group, seed):
 
     def see(saves, lab, eye):
         with empty_folder() as folder:
-            for name in "model.safetensors", "mysave.safetensors", "save9-rank0.safetensors":
+            for name in "model.safetensors", "config.json", "save9-rank0.safetensors":
                 Path(folder, name).write_bytes(b"two of other programs, one that a kill left")
             for i, (title, full, layouts) in enumerate(saves):
                 ranks, meetings = save_with(lab, folder, full, layouts, backwards=i % 2)
@@ -330,7 +329,8 @@ def save(group, seed):
         right |= {f"{title}: {name}": x for name, x in full.items()}
     yield "five saves in a folder", partial(see, saves), right
     few = [{"q": finished.whole(SHAPES["q"])}] * 2 + [{}]
-    yield "ranks that save nothing", partial(see, [("3 ranks", old, few)])
+    saves = [("ranks 1 and 2", old, few), ("rank 0", new, few[::-1])]
+    yield "ranks that save nothing", partial(see, saves)
     for backwards in False, True:
         title = f"a save that is stopped, rank {2 * backwards} ahead"
         first, second = (any_layouts(chosen, world) for world in (2, 3))
