@@ -287,7 +287,8 @@ def gradients(group, seed):
         loss, grads, products, traffic = watched_gradients(lab, layout, dtype, seed)
         wanted, right, *_ = on_one_rank(finished, dtype, seed)
         eye.note("the loss has a graph", loss.requires_grad)
-        eye.note("the loss, but for rounding,", bits.about(loss, wanted, 1e-4))
+        most = 1e-4 if dtype == torch.float32 else 1e-3
+        eye.note("the loss, but for rounding,", bits.about(loss, wanted, most))
         eye.note("the number of gradients", len(grads))
         for key, grad in grads.items():
             eye.note(f"the gradient of {key}, but for rounding,", bits.about(grad, right[key]))
