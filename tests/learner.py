@@ -1,17 +1,14 @@
 """Labs as a learner meets them: answers written into a lab, graded by its checks on real ranks.
 
-answers/labN.txt has below each `== EXERCISE` a right answer, written in another way than ours. What
-must be caught stands in the lab's mistakes.txt. Where there is none, it stands in answers/labN.txt:
-bugs of the lab's check.py, by name, and at least three wrong answers. Each of these begins on a
-line with a comment, a part of what the learner must be told. A line -- stands between two
-regions, and ... for ours. Lines "ours -> theirs" change our answer instead.
+answers/labN.txt has below each `== EXERCISE` a right answer, written in another way than ours: the
+lines of its regions, with -- between two regions and ... for ours; or lines "ours -> theirs", which
+change our answer. What must be caught stands in the lab's mistakes.txt.
 """
 
 import json
 import re
 import tempfile
 from pathlib import Path
-from textwrap import dedent, indent
 
 import pytest
 from conftest import ROOT
@@ -30,56 +27,33 @@ SHOWN = {name: harness.companion("show", lab) for name, lab in LABS.items()}
 REGION = re.compile(r"^( *)# exercise: (\w+)\n(.*?)^ *# end exercise\n", re.M | re.S)
 
 
-def listed(name):
-    """({exercise: its right answer}, [(exercise, bug or None, wrong answer, said)]) of a lab."""
-    text, right, caught = (ROOT / "tests" / "answers" / f"{name}.txt").read_text(), {}, []
+def right_answers(name):
+    """{exercise: its right answer, as a change of ours} of a lab."""
+    text, found = (ROOT / "tests" / "answers" / f"{name}.txt").read_text(), {}
     for part in re.split(r"^== ", text, flags=re.M)[1:]:
         exercise, *lines = part.splitlines()
-        answer = right[exercise] = []
-        for line in lines:
-            code, mark, said = line.rpartition("# ")
-            if code.startswith("bug "):
-                caught.append((exercise, code.split()[1], [], said))
-            elif mark:
-                answer = [code.rstrip()] if code else []
-                caught.append((exercise, None, answer, said))
-            else:
-                answer.append(line)
-    mistakes = LABS[name].with_name("mistakes.txt")
-    listed = read_mistakes(mistakes) if mistakes.exists() else {}
-    for exercise, (wrong, _) in listed.items():
-        caught += [(exercise, None, mistake, mistake.hint) for mistake in wrong]
-        caught += [(exercise, each.bug[0], [], each.hint) for each in wrong if each.bug]
-    return right, caught
+        edits = [line.split(" ->") for line in lines if " ->" in line]
+        edits = [(ours, theirs.removeprefix(" ")) for ours, theirs in edits]
+        regions = "\n".join(lines).split("\n--\n") if not edits else []
+        regions = [None if region == "..." else region for region in regions]
+        found[exercise] = Mistake("", edits, regions, None)
+    return found
 
 
-def written(lab, exercise, answer):
-    """An answer's lines as [its regions], None where it is ours."""
-    if not any(" ->" in line for line in answer):
-        regions = "\n".join(answer).split("\n--\n")
-        return [None if region == "..." else region for region in regions]
-    texts = [dedent(body) for _, name, body in REGION.findall(lab.read_text()) if name == exercise]
-    for line in answer:
-        ours, theirs = line.split(" ->")
-        assert any(ours in text for text in texts), ours
-        texts = [text.replace(ours, theirs.removeprefix(" ")) for text in texts]
-    return texts
+def wrong_answers(name):
+    """[(exercise, bug or None, mistake or None, hint)] of a lab."""
+    found = []
+    for exercise, (wrong, _) in read_mistakes(LABS[name].with_name("mistakes.txt")).items():
+        found += [(exercise, None, mistake, mistake.hint) for mistake in wrong]
+        found += [(exercise, each.bug[0], None, each.hint) for each in wrong if each.bug]
+    return found
 
 
-def answered(lab, answers):
-    """A lab's text with {exercise: the lines of an answer} written in."""
-    left = {exercise: written(lab, exercise, answer) for exercise, answer in answers.items()}
-
-    def replaced(match):
-        space, exercise, _ = match.groups()
-        answer = left[exercise].pop(0) if left.get(exercise) else None
-        if answer is None:
-            return match[0]
-        body = indent(dedent(answer).strip("\n"), space)
-        return f"{space}# exercise: {exercise}\n{body}\n{space}# end exercise\n"
-
-    text = REGION.sub(replaced, lab.read_text())
-    assert not any(left.values()), "more answers than regions"
+def answered(name):
+    """A lab's text with its other right answers written in."""
+    text = LABS[name].read_text()
+    for exercise, answer in right_answers(name).items():
+        text = with_mistake(text, exercise, answer)
     return text
 
 
@@ -119,13 +93,11 @@ def shown(name, folder, *options):
     return json.loads(files[0].read_text())
 
 
-def graded(lab, exercise, answer=(), bug=None):
-    """(passed, report and hint) of an exercise with an answer, or with a bug."""
+def graded(lab, exercise, mistake=None, bug=None):
+    """(passed, report and hint) of an exercise with a mistake, or with a bug."""
+    text = lab.read_text()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"{lab.parent.name}.py"
-        if isinstance(answer, Mistake):
-            file.write_text(with_mistake(lab.read_text(), exercise, answer))
-        else:
-            file.write_text(answered(lab, {exercise: answer} if answer else {}))
+        file.write_text(with_mistake(text, exercise, mistake) if mistake else text)
         passed, report, hint = harness.check(file, exercise, seed=7, bug=bug, timeout=90)
     return passed, f"{report} {hint}".strip()

@@ -20,17 +20,17 @@ from learner import (
     answered,
     grade,
     graded,
-    listed,
+    right_answers,
     run_lab,
+    wrong_answers,
 )  # fmt: skip
 
-from labs.kit.compare import mistaken
+from labs.kit.mistakes import with_mistake
 
 EACH_LAB = pytest.mark.parametrize("name", NAMES)
 MAIN = '\nif __name__ == "__main__":'
 SHARED = [ROOT / "labs/grade.py", *(ROOT / "labs/kit").glob("*.py")]
-LISTED = {name: listed(name) for name in NAMES}
-CAUGHT = [(name, *case) for name, (_, cases) in LISTED.items() for case in cases]
+CAUGHT = [(name, *case) for name in NAMES for case in wrong_answers(name)]
 
 
 @EACH_LAB
@@ -93,10 +93,18 @@ def test_a_lab_means_the_same_however_an_editor_saves_it(name, tmp_path):
 @EACH_LAB
 def test_the_answers_are_a_right_one_and_three_wrong_ones_and_every_bug(name):
     wrong = Counter(exercise for lab, exercise, bug, *_ in CAUGHT if lab == name and not bug)
-    assert set(LISTED[name][0]) == set(CHECKS[name].CHECKS)
+    assert set(right_answers(name)) == set(CHECKS[name].CHECKS)
     assert all(wrong[exercise] >= 3 for exercise in CHECKS[name].CHECKS), wrong
     bugs = [bug for lab, _, bug, *_ in CAUGHT if lab == name and bug]
     assert sorted(bugs) == sorted(bug.__name__ for bug in CHECKS[name].BUGS)
+
+
+@EACH_LAB
+def test_each_mistake_changes_the_finished_lab(name):
+    text = LABS[name].read_text()
+    for exercise, _, mistake, hint in wrong_answers(name):
+        if mistake:
+            assert meaning(with_mistake(text, exercise, mistake)) != meaning(text), hint
 
 
 @EACH_LAB
@@ -106,23 +114,6 @@ def test_bugs_are_listed_and_a_prediction_is_asked_for(name, capsys):
     assert listed == [bug.__name__ for bug in CHECKS[name].BUGS]
     question, formula, measure = SHOWN[name].PREDICT
     assert question.endswith("?") and formula and callable(measure)
-
-
-TABLE = re.compile(r'"""\n== (.*?)\n"""', re.S)  # of usual mistakes, in any file of a lab
-TABLES = {
-    f"labs.{path.parent.name}.{path.stem}": TABLE.findall(path.read_text())
-    for path in sorted((ROOT / "labs").glob("lab*_*/*.py"))
-}
-
-
-@pytest.mark.parametrize("name", [name for name in TABLES if TABLES[name]])
-def test_usual_mistakes_are_parts_of_the_finished_exercises(name):
-    checks = sys.modules[name]
-    for section in "\n== ".join(TABLES[name]).split("\n== "):
-        exercise, *lines, _ = section.splitlines()
-        for line in lines:
-            ours, theirs = line.rpartition("  # ")[0].split(" ->")
-            mistaken(getattr(checks.finished, exercise), (ours, theirs.removeprefix(" ")))
 
 
 BAD = [
@@ -178,9 +169,9 @@ def test_bad_input_is_one_line(name, options, message, capsys, monkeypatch):
 
 
 @pytest.mark.ci(every=40)
-@pytest.mark.parametrize("name,exercise,bug,answer,said", CAUGHT)
-def test_wrong_is_caught_with_its_hint(name, exercise, bug, answer, said):
-    passed, verdict = graded(LABS[name], exercise, answer, bug)
+@pytest.mark.parametrize("name,exercise,bug,mistake,said", CAUGHT)
+def test_wrong_is_caught_with_its_hint(name, exercise, bug, mistake, said):
+    passed, verdict = graded(LABS[name], exercise, mistake, bug)
     assert not passed and said in verdict, verdict
 
 
@@ -213,7 +204,7 @@ OTHERWISE = {  # how the experiments are run with other right answers
 def test_other_right_answers_pass_and_serve_the_experiments(name, tmp_path, capsys, monkeypatch):
     mine, ways = tmp_path / FILES[name], list(SAVED.values())
     save = ways[NAMES.index(name) % len(ways)]
-    mine.write_bytes(save(answered(LABS[name], LISTED[name][0])))
+    mine.write_bytes(save(answered(name)))
     assert grade.main([name, "--file", str(mine), "--seed", "7", "--timeout", "90"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(rf"PASS {mine.stem}: (\d+) of \1 exercises pass", last)
@@ -227,7 +218,7 @@ def test_a_bug_fails_a_lab_in_my_labs_alone(tmp_path):
     (tmp_path / "labs").symlink_to(ROOT / "labs")
     mine, results = tmp_path / "my_labs" / FILES["lab1"], tmp_path / "results.json"
     mine.parent.mkdir()
-    mine.write_text(answered(LABS["lab1"], LISTED["lab1"][0]))
+    mine.write_text(answered("lab1"))
     ran = python(mine, "--inject-bug", "all_to_everyone", "--json", results, cwd=tmp_path)
     assert ran.returncode == 1 and ran.stdout.endswith("\nFAIL lab1_collectives: all_reduce\n")
     seen = json.loads(results.read_text())

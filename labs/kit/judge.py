@@ -37,7 +37,6 @@ from pathlib import Path
 import torch
 
 from labs.kit.blame import default_group_refused, hint_at
-from labs.kit.compare import tried
 from labs.kit.eye import Eye, Most, differs
 from labs.kit.harness import Wrong, relative_error
 from labs.kit.mistakes import as_bug, mistaken_lab, read_mistakes
@@ -51,6 +50,20 @@ GENERAL = {  # hints by the end of a name, where no mistake has one
     "keeps, in bytes": "{} must keep no more for the backward than it needs: of what is gathered, "
     "its own shard.",
 }
+
+
+def tried(what, hint, function, *args, **kwargs):
+    """What a function returns. If it raises, Wrong, with the hint and that of a known error."""
+    try:
+        return function(*args, **kwargs)
+    except Wrong:
+        raise
+    except Exception as problem:
+        first = f"{type(problem).__name__}: {problem}".partition("\n")[0]
+        if isinstance(problem, NotImplementedError) and "meta tensor" not in first:
+            raise  # an exercise not done
+        hint = "; ".join(filter(None, (hint, hint_at(first))))
+        raise Wrong(f"{what} fails, {first}", hint) from problem
 
 
 def looked(see, lab, group, right):

@@ -1,10 +1,10 @@
-"""What the checks and experiments of several labs share: signals between ranks, sizes, counts."""
+"""What the checks and experiments of several labs share: signals between ranks, counts."""
 
 import tempfile
 import time
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from unittest import mock
 
@@ -14,26 +14,6 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
-
-UNEVEN = 5, 7, 11, 13, 17, 19, 23, 25, 29  # neither 2 nor 3 divides them
-
-
-def draw_from(seed, group=None):
-    """(uneven, randn): uneven() is a size that neither 2 nor 3 divides, randn(*shape) a tensor.
-
-    All ranks of a group draw the same. Another group draws equal sizes and other numbers, so that
-    a collective that forgets its group gives a wrong result instead of waiting for ever; two ranks
-    draw float64, so that an answer cannot count on one dtype.
-    """
-    first = dist.get_process_group_ranks(group)[0] if group else 0
-    sizes = torch.Generator().manual_seed(seed)
-    numbers = torch.Generator().manual_seed(seed + first)
-
-    def uneven():
-        return UNEVEN[torch.randint(len(UNEVEN), (), generator=sizes)]
-
-    dtype = torch.float64 if group and group.size() == 2 else torch.float32
-    return uneven, partial(torch.randn, generator=numbers, dtype=dtype)
 
 
 def subgroup(group, seconds=600, ranks=None):
@@ -127,9 +107,9 @@ def members(groups):
     return [(group, group.rank(), group.size()) for group in inside]
 
 
-def numbers(seed, *shape):
-    """The same random numbers on every rank."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+def gradients(y, dy, inputs):
+    """Those of the sum of y dy; zeros where y does not depend on an input."""
+    return torch.autograd.grad(y, inputs, dy, allow_unused=True, materialize_grads=True)
 
 
 def on_every_rank(value, group):

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from transformers import LlamaConfig
 
 from labs.kit.alive import Alive, bytes_alive
-from labs.kit.compare import drawn
 from labs.kit.eye import Most
 from labs.kit.harness import Traffic
+from labs.kit.inputs import drawn
 from labs.kit.judge import checks
 from labs.lab10_long_sequences import lesson as finished  # not the learner's
 

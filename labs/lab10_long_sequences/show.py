@@ -7,8 +7,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from labs.kit.alive import Alive
 from labs.kit.cli import positive
-from labs.kit.compare import drawn
 from labs.kit.harness import on_ranks, table
+from labs.kit.inputs import drawn
 from labs.kit.pictures import BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY, picture
 
 MIB, CHUNK, TILE, HEADS = 2**20, 128, 128, (1, 2, 4)

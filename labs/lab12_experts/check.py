@@ -14,12 +14,12 @@ from torch import nn
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from labs.kit.alive import Alive
-from labs.kit.compare import drawn, gradients
 from labs.kit.eye import Most
 from labs.kit.harness import Traffic
+from labs.kit.inputs import drawn
 from labs.kit.judge import checks
 from labs.kit.models import EXACT, Float64
-from labs.kit.tools import noted_waits, subgroup
+from labs.kit.tools import gradients, noted_waits, subgroup
 from labs.lab12_experts import lesson as finished  # not the learner's
 from labs.lab12_experts.experts import a_case, model_errors, own_share, tiny
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from labs.kit.cli import whole
-from labs.kit.compare import drawn
 from labs.kit.harness import Traffic, on_ranks, table
+from labs.kit.inputs import drawn
 from labs.kit.models import EXACT, Float64
 from labs.kit.pictures import BLUE, GREEN, GREY, ORANGE, RED, picture
 from labs.lab12_experts.experts import a_case, model_errors, tiny

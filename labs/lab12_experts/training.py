@@ -6,7 +6,7 @@ import pydoc_data.topics
 import torch
 import torch.distributed as dist
 
-from labs.kit.compare import drawn
+from labs.kit.inputs import drawn
 from labs.kit.models import Float64
 from labs.kit.pictures import RANKS
 from labs.lab12_experts.experts import tiny

@@ -15,9 +15,9 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from labs.kit.compare import drawn
 from labs.kit.eye import Most
 from labs.kit.harness import Wrong
+from labs.kit.inputs import drawn
 from labs.kit.judge import checks
 from labs.kit.models import EXACT
 from labs.lab14_documents.documents import (

@@ -15,8 +15,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from labs.kit.compare import drawn, gradients
+from labs.kit.inputs import drawn
 from labs.kit.models import Float64, random_model, relative_errors
+from labs.kit.tools import gradients
 from labs.lab14_documents.documents import (
     END,
     IGNORE,

@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from labs.kit.compare import gradients as gradients_of
 from labs.kit.eye import Most
 from labs.kit.harness import Traffic
 from labs.kit.judge import checks
 from labs.kit.tools import Products, subgroup
+from labs.kit.tools import gradients as gradients_of
 from labs.lab16_bits import bits
 from labs.lab16_bits.bits import drawn, finished
 

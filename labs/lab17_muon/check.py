@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from labs.kit.compare import drawn
 from labs.kit.eye import Most
 from labs.kit.harness import Traffic
+from labs.kit.inputs import drawn
 from labs.kit.judge import checks
 from labs.kit.tools import Products, noted_waits
 from labs.lab17_muon.muon import EXACT, FAMILIES, LAYOUTS, finished, model_errors, tiny, torchs

@@ -12,9 +12,10 @@ import torch
 
 from labs.kit.eye import Most
 from labs.kit.harness import Wrong
+from labs.kit.inputs import draw_from
 from labs.kit.judge import checks
 from labs.kit.link import Link
-from labs.kit.tools import draw_from, noted_waits, on_every_rank, subgroup
+from labs.kit.tools import noted_waits, on_every_rank, subgroup
 from labs.lab1_collectives import lesson as finished  # not the learner's
 
 SUBGROUP = True  # the group is not the world, and has other rank numbers

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from labs.kit.eye import Most
+from labs.kit.inputs import draw_from
 from labs.kit.judge import checks
-from labs.kit.tools import draw_from
 from labs.lab2_megatron_layers import lesson as finished  # not the learner's
 
 SUBGROUP = True  # the group is not the world, and has other rank numbers

@@ -14,8 +14,9 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from labs.kit.eye import Most
+from labs.kit.inputs import numbers
 from labs.kit.judge import checks
-from labs.kit.tools import numbers, subgroup
+from labs.kit.tools import subgroup
 from labs.lab3_pitfalls import lesson as finished  # not the learner's
 from labs.lab3_pitfalls import watching
 

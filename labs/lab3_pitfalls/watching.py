@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from labs.kit.harness import Traffic
-from labs.kit.tools import appears, numbers, on_every_rank, shared_folder, subgroup
+from labs.kit.inputs import numbers
+from labs.kit.tools import appears, on_every_rank, shared_folder, subgroup
 
 
 def loss_curve(model, optimizer, loss_of, scale, steps):

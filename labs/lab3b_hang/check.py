@@ -13,8 +13,9 @@ import torch
 from labs.kit.blame import own_line
 from labs.kit.eye import Most, copied, unchanged
 from labs.kit.harness import Traffic
+from labs.kit.inputs import numbers
 from labs.kit.judge import checks
-from labs.kit.tools import noted_waits, numbers, on_every_rank, subgroup
+from labs.kit.tools import noted_waits, on_every_rank, subgroup
 from labs.lab3b_hang import lesson as finished
 
 SUBGROUP = True  # the group is not the world, and has other rank numbers

@@ -6,8 +6,9 @@ import time
 import torch
 
 from labs.kit.harness import on_ranks, table
+from labs.kit.inputs import numbers
 from labs.kit.pictures import BLUE, GREY, RED, picture
-from labs.kit.tools import numbers, on_every_rank
+from labs.kit.tools import on_every_rank
 
 RANKS = 2
 PATIENCE = 2  # seconds till a call fails; the stack is dumped after half of it

@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from labs.kit.eye import Most
+from labs.kit.inputs import draw_from
 from labs.kit.judge import checks
-from labs.kit.tools import draw_from
 from labs.lab5_tp_plans import lesson as finished  # not the learner's
 from labs.lab5_tp_plans.models import Collectives, describe, full, tiny_model, uneven_length
 

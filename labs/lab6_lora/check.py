@@ -16,8 +16,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from labs.kit.eye import Most
 from labs.kit.harness import Traffic
+from labs.kit.inputs import draw_from
 from labs.kit.judge import checks
-from labs.kit.tools import draw_from, noted_waits
+from labs.kit.tools import noted_waits
 from labs.lab6_lora import lesson as finished  # not the learner's
 
 SUBGROUP = True  # the group is not the world, and has other rank numbers

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from labs.kit.alive import bytes_alive
-from labs.kit.compare import draw_float64
 from labs.kit.eye import Most
 from labs.kit.harness import Traffic, Wrong
+from labs.kit.inputs import draw_float64
 from labs.kit.judge import checks
 from labs.kit.tools import noted_waits, subgroup
 from labs.lab7_ring_attention import lesson as finished  # not the learner's

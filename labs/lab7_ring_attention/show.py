@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from labs.kit.cli import MOST, whole
-from labs.kit.compare import draw_float64
 from labs.kit.harness import Traffic, on_ranks, table
+from labs.kit.inputs import draw_float64
 from labs.kit.pictures import PALE, picture
 from labs.kit.pictures import RANKS as COLOURS
 from labs.lab7_ring_attention.attention import (

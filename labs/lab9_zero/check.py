@@ -15,9 +15,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from labs.kit.alive import Alive, bytes_alive
-from labs.kit.compare import draw_float64, drawn
 from labs.kit.eye import Most
 from labs.kit.harness import Traffic
+from labs.kit.inputs import draw_float64, drawn
 from labs.kit.judge import checks
 from labs.kit.tools import noted_waits
 from labs.lab9_zero import zero
