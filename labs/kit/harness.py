@@ -54,20 +54,6 @@ def relative_error(mine, right):
     return error if error == error else float("inf")
 
 
-def expect_close(name, mine, right, tolerance=1e-5, hints=None, hint=""):
-    """Raise Wrong unless ||mine - right|| <= tolerance ||right||; returns the relative error.
-
-    hints {text: tensor}: if mine is that tensor instead, the text is the hint; else it is hint.
-    """
-    expect(isinstance(mine, torch.Tensor), f"{name} is {type(mine).__name__}, not a tensor", hint)
-    known = [text for text, x in (hints or {}).items() if relative_error(mine, x) <= tolerance]
-    hint, error = known[0] if known else hint, relative_error(mine, right)
-    found = f"{name} has shape {tuple(mine.shape)}, not {tuple(right.shape)}"
-    expect(mine.shape == right.shape, found, hint)
-    expect(error <= tolerance, f"{name} is off by {error:.1e} (at most {tolerance:.0e})", hint)
-    return error
-
-
 class Traffic(TorchDispatchMode):
     """Counts what this rank's collectives and sends move while inside: {op: [calls, bytes]}.
 

@@ -3,8 +3,6 @@
 import torch
 from torch.overrides import TorchFunctionMode
 
-from labs.kit.harness import expect
-
 EXACT = 1e-10
 
 
@@ -41,13 +39,6 @@ def random_model(causal, config, seed):
     for parameter in model.parameters():  # so that no norm is 1 and no two choices are alike
         parameter.data += 0.2 * torch.randn(parameter.shape, dtype=torch.float64)
     return model
-
-
-def expect_exact(what, errors, most=EXACT):
-    """Raise Wrong unless all errors {name: error} are at most `most`; returns the largest."""
-    for name, error in errors.items():
-        expect(error <= most, f"{what}: {name} is off by {error:.1e} (at most {most:.0e})")
-    return max(errors.values())
 
 
 def relative_errors(loss, grads, right_loss, right):
