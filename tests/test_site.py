@@ -326,7 +326,7 @@ def test_front_page_and_menu(browser, address, size):  # noqa: F811
 WAYS = [("light", "phone"), ("light", "desk"), ("dark", "desk"), ("dark", "phone")]
 
 
-@pytest.mark.ci(every=2)
+@pytest.mark.ci(every=4)
 @pytest.mark.parametrize("way", range(4))
 def test_accessible(browser, address, pages, way):  # noqa: F811
     """axe finds nothing serious on any page (each in one of four ways, because it takes seconds);
