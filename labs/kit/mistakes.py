@@ -21,6 +21,8 @@ from pathlib import Path
 from textwrap import indent
 from typing import NamedTuple
 
+# a name and its hint; "forward: calls of send" has a colon of its own
+NAMED = re.compile(r"((?:(?:for|back)ward: (?=bytes |calls |messages ))?.*?): (.*)")
 REGION = re.compile(r"^( *)# exercise: (\w+)\n(.*?)^ *# end exercise\n", re.M | re.S)
 
 
@@ -56,7 +58,8 @@ def read_mistakes(path):
                 mistakes.append(Mistake(hint, edits, [], bug))
                 bug = None
             else:
-                name, _, hints[name] = line.partition(": ")
+                name, hint = NAMED.fullmatch(line).groups()
+                hints[name] = hint
         found[exercise] = mistakes, hints
     return found
 
