@@ -16,7 +16,14 @@ from conftest import ROOT
 from labs import grade
 from labs.kit import harness
 from labs.kit.cli import UsageError  # noqa: F401
-from labs.kit.mistakes import Mistake, read_mistakes, with_mistake
+from labs.kit.mistakes import (
+    REGION,  # noqa: F401
+    Mistake,
+    edits_of,
+    read_mistakes,
+    regions_of,
+    with_mistake,
+)
 from labs.kit.run import run_lab  # noqa: F401
 
 LABS = {lab.parent.name.partition("_")[0]: lab for lab in grade.lab_files()}  # their lessons
@@ -24,7 +31,6 @@ NAMES = sorted(LABS)
 FILES = {name: f"{lab.parent.name}.py" for name, lab in LABS.items()}  # as a learner has them
 CHECKS = {name: harness.companion("check", lab) for name, lab in LABS.items()}
 SHOWN = {name: harness.companion("show", lab) for name, lab in LABS.items()}
-REGION = re.compile(r"^( *)# exercise: (\w+)\n(.*?)^ *# end exercise\n", re.M | re.S)
 
 
 def right_answers(name):
@@ -32,11 +38,8 @@ def right_answers(name):
     text, found = (ROOT / "tests" / "answers" / f"{name}.txt").read_text(), {}
     for part in re.split(r"^== ", text, flags=re.M)[1:]:
         exercise, *lines = part.splitlines()
-        edits = [line.split(" ->") for line in lines if " ->" in line]
-        edits = [(ours, theirs.removeprefix(" ")) for ours, theirs in edits]
-        regions = "\n".join(lines).split("\n--\n") if not edits else []
-        regions = [None if region == "..." else region for region in regions]
-        found[exercise] = Mistake("", edits, regions, None)
+        edits = edits_of(line for line in lines if " ->" in line)
+        found[exercise] = Mistake("", edits, [] if edits else regions_of(lines), None)
     return found
 
 

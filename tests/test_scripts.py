@@ -50,7 +50,7 @@ ZERO3 = "sp_ulysses.py --shard-weights --length 37 --model"
 EXACT += [(ranks, f"{ZERO3} {m}") for ranks, m in MODEL[:5]]
 DTENSOR = ["even --loss full", "even_bias", "even_qwen3"]
 EXACT += [(2, f"tp.py --dtensor --length 37 --model {model}") for model in DTENSOR]
-MORE = [  # for the slow tests
+EXACT += [  # on more ranks
     *((4, f"{s} --length 37 --model {m}") for s in SHARDED for _, m in MODEL[:5] if m[:3] != "own"),
     (4, f"{ZERO3} two_kv"),
     *((4, f"pp.py --length 64 --model deep --schedule {s}") for s in ("afab", "1f1b", "zb")),
@@ -82,13 +82,8 @@ def proves(correctness, model):
     assert correctness["passed"]
 
 
-def also_slow(rows, more):
-    """Cases for parametrize: those of make test, and more for make prove."""
-    return rows + [pytest.param(*row, marks=pytest.mark.slow) for row in more]
-
-
-@pytest.mark.quick(every=4)
-@pytest.mark.parametrize("world,command", also_slow(EXACT, MORE))
+@pytest.mark.quick(every=5)
+@pytest.mark.parametrize("world,command", EXACT)
 def test_float64_is_exact(ranks, world, command):
     run = ranks(world, command, CHUNK)
     assert run.json["dtype"] == "float64"  # by default
@@ -147,9 +142,10 @@ MORE_MODES += [(1, f"{s} --length 64", "tiny") for s in TWO[:-1]]  # no other ra
 MORE_MODES += [(P, f"{s} --length 64", "tiny") for s in TWO for P in (2, 4)]
 MORE_MODES += [(2, f"{s} --length 128 --dtype bfloat16", "tiny") for s in TWO]
 MORE_MODES += [(4, f"pp.py --length 64 --schedule {s}", "tiny") for s in SCHEDULES]
+MODES += [pytest.param(*row, marks=pytest.mark.slow) for row in MORE_MODES]
 
 
-@pytest.mark.parametrize("world,command,model", also_slow(MODES, MORE_MODES))
+@pytest.mark.parametrize("world,command,model", MODES)
 def test_all_modes_hold(ranks, world, command, model):
     fewer = {"in range(20)": "in range(5)"} if model != "tiny" else {}
     results = holds(ranks(world, f"{command} --mode all --bench-iters 1", fewer))
@@ -176,11 +172,11 @@ TRAFFIC = [(3, f"{s} --model shared_kv") for s in SHARDED]
 TRAFFIC += [(2, f"{s} --model bias --recompute none") for s in SHARDED]
 TRAFFIC += [(2, f"{s} --model own_kv") for s in SHARDED]
 TRAFFIC += [(2, "tp.py --dtensor --model even")]
-MORE_TRAFFIC = [(5 - p, command) for p, command in TRAFFIC[:-1]]
+TRAFFIC += [(5 - p, command) for p, command in TRAFFIC[:-1]]
 
 
 @pytest.mark.quick(every=3)
-@pytest.mark.parametrize("world,command", also_slow(TRAFFIC, MORE_TRAFFIC))
+@pytest.mark.parametrize("world,command", TRAFFIC)
 def test_traffic_is_as_the_formula_says(ranks, world, command):
     """At a length that no P divides, the loss in chunks."""
     run = ranks(world, f"{command} --mode benchmark --length 37 --bench-iters 1", CHUNK)

@@ -23,7 +23,6 @@ from labs.walk.record import record  # noqa: E402
 
 SCRIPTS = [script.removesuffix(".py") for script in STRATEGIES]
 RUNS = [(script, name) for script in SCRIPTS for name in page.runs(script)]
-FIRST = [(script, next(iter(page.runs(script)))) for script in SCRIPTS]
 
 # What is no tensor of one device's run, in any way: of which a rank's lookups and masks are made
 OWN = {("VocabParallelEmbedding.forward", name): "x" for name in ("not_mine", "rows", "out")}
@@ -57,12 +56,8 @@ def recorded():
     return get
 
 
-# make test looks at one run of each script, make prove at all
-EACH_RUN = [pytest.param(*run, marks=() if run in FIRST else pytest.mark.slow) for run in RUNS]
-
-
 @pytest.mark.quick(every=3)
-@pytest.mark.parametrize("script,name", EACH_RUN)
+@pytest.mark.parametrize("script,name", RUNS)
 def test_messages_are_those_that_the_script_expects(recorded, script, name):
     ranks, *_ = recorded(script, name)
     for rank in ranks:
@@ -81,7 +76,7 @@ def test_messages_are_those_that_the_script_expects(recorded, script, name):
 
 
 @pytest.mark.quick(every=3)
-@pytest.mark.parametrize("script,name", [run for run in EACH_RUN if run.values[0] != "pp"])
+@pytest.mark.parametrize("script,name", [run for run in RUNS if run[0] != "pp"])
 def test_badges_of_parameters_are_the_scripts_notes(recorded, script, name):
     """A shard of the dimension that it was cut along, or equal; its gradient a partial sum until it
     has been summed, where the script says that it will be."""

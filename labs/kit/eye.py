@@ -37,9 +37,12 @@ class Eye:
             self.note("skipped", None)
         return "skipped" not in self.seen
 
-    def note_traffic(self, when, traffic, waits):
+    def note_unwaited(self, name, traffic, waits):
         calls = sum(count for count, _ in traffic.ops.values())
-        self.note(f"{when}: messages that nobody waits for", Most(max(0, calls - len(waits))))
+        self.note(name, Most(max(0, calls - len(waits))))
+
+    def note_traffic(self, when, traffic, waits):
+        self.note_unwaited(f"{when}: messages that nobody waits for", traffic, waits)
         for op, (count, nbytes) in traffic.ops.items():
             self.note(f"{when}: bytes that {op} moves", Most(nbytes))
             self.note(f"{when}: calls of {op}", Calls(count))

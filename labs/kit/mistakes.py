@@ -35,6 +35,18 @@ class Mistake(NamedTuple):
     bug: tuple | None  # (name, what it does), where --inject-bug plants it
 
 
+def edits_of(lines):
+    """[(ours, theirs)] of lines "ours -> theirs"."""
+    pairs = (line.split(" ->") for line in lines)
+    return [(ours, theirs.removeprefix(" ")) for ours, theirs in pairs]
+
+
+def regions_of(lines):
+    """The regions of an answer's lines, with -- between two of them; None where one is ours."""
+    regions = "\n".join(lines).split("\n--\n")
+    return [None if region == "..." else region for region in regions]
+
+
 def read_mistakes(path):
     """{exercise: ([Mistake], {name: hint})} of mistakes.txt; the name of the last hint is ""."""
     found = {}
@@ -48,14 +60,10 @@ def read_mistakes(path):
             elif line.startswith("|"):
                 whole.append(line[2:])
             elif line.startswith("# "):
-                regions = "\n".join(whole).split("\n--\n")
-                regions = [None if region == "..." else region for region in regions]
-                mistakes.append(Mistake(line[2:], [], regions, bug))
+                mistakes.append(Mistake(line[2:], [], regions_of(whole), bug))
                 whole, bug = [], None
             elif " ->" in change:
-                edits = [edit.split(" ->") for edit in change.split(" && ")]
-                edits = [(ours, theirs.removeprefix(" ")) for ours, theirs in edits]
-                mistakes.append(Mistake(hint, edits, [], bug))
+                mistakes.append(Mistake(hint, edits_of(change.split(" && ")), [], bug))
                 bug = None
             else:
                 name, hint = NAMED.fullmatch(line).groups()

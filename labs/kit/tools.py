@@ -101,10 +101,13 @@ class Kept(torch.autograd.graph.saved_tensors_hooks):
         return sum(self.storages.values())
 
 
-def members(groups):
-    """(group, rank, size) of the groups that this rank is in."""
-    inside = [group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER]
-    return [(group, group.rank(), group.size()) for group in inside]
+def refusal(kind, function, *args):
+    """The message of an error of this kind that a call raises, or None."""
+    try:
+        function(*args)
+    except kind as problem:
+        return str(problem)
+    return None
 
 
 def gradients(y, dy, inputs):

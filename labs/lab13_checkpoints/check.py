@@ -30,6 +30,7 @@ from transformers.utils import logging
 from labs.kit.alive import Alive
 from labs.kit.eye import Calls, Most
 from labs.kit.judge import checks
+from labs.kit.tools import refusal
 from labs.lab13_checkpoints import lesson as finished
 from labs.lab13_checkpoints.disk import Disk, counting, files_of, on_turns
 
@@ -187,15 +188,6 @@ def overlap(group, seed):
         yield f"layouts {number}", partial(see, *layouts)
 
 
-def error_of(lab, layouts):
-    """The text of the CheckpointError that owners() raises, "" without one."""
-    try:
-        lab.owners(layouts)
-    except lab.CheckpointError as problem:
-        return str(problem)
-    return ""
-
-
 def owners(group, seed):
     chosen = random.Random(seed)
 
@@ -212,7 +204,7 @@ def owners(group, seed):
     def see_refused(cases, lab, eye):
         for title, shards in cases.items():
             layouts = [as_lab(lab, {"q": q, "o": shard}) for shard in shards]
-            said = error_of(lab, layouts)
+            said = refusal(lab.CheckpointError, lab.owners, layouts) or ""
             named = "o" in re.findall(r"\w+", said)
             eye.note(f"o has {title}: a CheckpointError names it", named)
 

@@ -77,5 +77,6 @@ def placements(lengths, world, seed, lab=finished):
 
 
 def groups_of_all_sizes():
-    """Groups of 1 to 4 of four ranks, whose ranks have other numbers in them than in the world."""
-    return [dist.new_group(ranks) for ranks in ([1, 3], [0, 2, 3], [0, 1, 2, 3], [2])]
+    """The groups of 1 to 4 of four ranks that this rank is in, with another number than in all."""
+    groups = [dist.new_group(ranks) for ranks in ([1, 3], [0, 2, 3], [0, 1, 2, 3], [2])]
+    return [group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER]

@@ -10,7 +10,6 @@ from labs.kit.cli import whole
 from labs.kit.harness import Traffic, on_ranks, table
 from labs.kit.models import EXACT
 from labs.kit.pictures import BLUE, ORANGE, RANKS, picture
-from labs.kit.tools import members
 from labs.lab14_documents import mixtures
 from labs.lab14_documents.documents import (
     groups_of_all_sizes,
@@ -41,7 +40,8 @@ def add_options(parser):
 def proofs_on_rank(world, lab, seed):
     """[(family, way, ranks, error, whether no gradient crosses documents)] of this rank."""
     found, ways = [], {"ring": lab.RingAttention.apply, "Ulysses": lab.ulysses_attention}
-    for group, _, P in members(groups_of_all_sizes()):
+    for group in groups_of_all_sizes():
+        P = group.size()
         for i, family in enumerate(FAMILIES):
             for j, (name, way) in enumerate(ways.items()):
                 lengths = [*packings(seed).values()][(i + j + P) % 4]

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from labs.kit.harness import LABS, load, on_ranks, relative_error
+from labs.kit.mistakes import edits_of
 from labs.lab3_pitfalls import check as lab3
 from labs.lab3_pitfalls.show import WRONG, size, try_all
 from labs.lab15_types import scripts
@@ -83,10 +84,9 @@ BITS["sp_ulysses.py"]["no_op_parallelize"] = BITS["tp.py"]["no_op_parallelize"]
 def with_edits(path, edits):
     """The module of a file whose text is edited: ours -> theirs, and others behind &&."""
     text = Path(path).read_text()
-    for edit in filter(None, edits.split(" && ")):
-        ours, theirs = edit.split(" ->")
+    for ours, theirs in edits_of(filter(None, edits.split(" && "))):
         assert ours in text, ours
-        text = text.replace(ours, theirs.removeprefix(" "))
+        text = text.replace(ours, theirs)
     module = ModuleType(Path(path).stem)
     exec(compile(text, path, "exec"), vars(module))
     return module

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from labs.kit.blame import own_line
-from labs.kit.eye import Most, copied, unchanged
+from labs.kit.eye import copied, unchanged
 from labs.kit.harness import Traffic
 from labs.kit.inputs import numbers
 from labs.kit.judge import checks
@@ -156,8 +156,7 @@ def watch(lab, eye, name, given, group, late=False):
     eye.note("what waits for ever", where_they_wait(lab, name, dumps) if hangs else Waits())
     if hangs:
         return
-    calls = sum(count for count, _ in traffic.ops.values())
-    eye.note("messages that nobody waits for", Most(max(0, calls - len(waits))))
+    eye.note_unwaited("messages that nobody waits for", traffic, waits)
     eye.note("the result", result)
     for n, x in given.items():
         eye.note(f"{n} is overwritten", not unchanged(args[n], x))

@@ -21,19 +21,11 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from labs.kit.eye import Most
 from labs.kit.inputs import draw_from
 from labs.kit.judge import checks
+from labs.kit.tools import refusal
 from labs.lab5_tp_plans import lesson as finished  # not the learner's
 from labs.lab5_tp_plans.models import Collectives, describe, full, tiny_model, uneven_length
 
 GROUPS = [0, 1, 2], [0, 2]  # the second is not the world, with other rank numbers
-
-
-def refusal(function, *args):
-    """The message of the ValueError that a call raises, or None."""
-    try:
-        function(*args)
-    except ValueError as problem:
-        return str(problem)
-    return None
 
 
 def validate_heads(group, seed):
@@ -43,7 +35,7 @@ def validate_heads(group, seed):
             heads, kv, world = draw.randint(1, 24), draw.randint(1, 12), draw.randint(1, 8)
             sizes = {"num_attention_heads": heads, "num_key_value_heads": kv}
             config = SimpleNamespace(**sizes, head_dim=64, hidden_size=64 * heads)
-            message = refusal(lab.validate_heads, config, world)
+            message = refusal(ValueError, lab.validate_heads, config, world)
             case = f"{heads} heads, {kv} KV heads, {world} ranks"
             eye.note(f"{case} are refused", message is not None)
             if message:
@@ -192,7 +184,7 @@ def fused_style(group, seed):
             eye.call(lab.whole, given, f"whole() of {name[2:]}")
         for more in (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, -1, 0):
             uneven = tuple(2 * world + rows for rows in more)
-            refused = refusal(lab.fused_order, uneven, world) is not None
+            refused = refusal(ValueError, lab.fused_order, uneven, world) is not None
             eye.note(f"blocks of {uneven} rows over {world} ranks are refused", refused)
 
     drawn = random.Random(seed).sample(range(1, 10), 4)
@@ -241,7 +233,7 @@ def translate_hf_plan(group, seed):
         eye.note("transformers' own plan is overwritten", before != after)
 
     def see_refusal(how, name, lab, eye):
-        message = refusal(lab.hf_plan, with_strings(*how)) or ""
+        message = refusal(ValueError, lab.hf_plan, with_strings(*how)) or ""
         named = [word for word in ("made_up", name) if word in message]
         eye.note("the list of what a refusal names", named)
 

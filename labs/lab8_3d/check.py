@@ -176,7 +176,7 @@ def see_norm(model, groups, grads, lab, eye):
     eye.note("the norm", norm.double() if isinstance(norm, torch.Tensor) else norm)
     calls, sent = map(sum, zip((0, 0), *traffic.ops.values()))
     eye.note("the norm: bytes that grad_norm() moves", Most(sent))
-    eye.note("messages that nobody waits for", Most(max(0, calls - len(waits))))
+    eye.note_unwaited("messages that nobody waits for", traffic, waits)
     eye.note("messages", Calls(calls))
     eye.note("a gradient is overwritten", not all(map(torch.equal, mine, grads)))
 

@@ -315,7 +315,7 @@ def see_clip(stage, gradients, max_norm, group, lab, eye):
     calls, nbytes = (sum(each) for each in zip((0, 0), *traffic.ops.values()))
     eye.note("collectives", Most(calls))
     eye.note("bytes of collectives", Most(max(nbytes, 8 * group.size())))  # an all-gather will do
-    eye.note("collectives that nobody waits for", Most(max(0, calls - len(waits))))
+    eye.note_unwaited("collectives that nobody waits for", traffic, waits)
 
 
 def clip(group, seed):
