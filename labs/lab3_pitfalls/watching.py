@@ -65,13 +65,15 @@ def see_stale(parts, group, lab, eye):
             appears(folder / "rank 0", 1)
             time.sleep(0.1)  # longer than luck
             before = (folder / "rank 0").exists()
-        with Traffic() as traffic:
+        barriers = mock.patch.object(dist, "barrier", wraps=dist.barrier)
+        with Traffic() as traffic, barriers as barrier:
             result = lab.right_stale_result(x, group, meanwhile)
             if rank == 1:
                 time.sleep(0.05)  # rank 0 alone can be too early
             result = result.clone()  # as it is now
     eye.note("the sum", result)
     eye.note("x is overwritten", not torch.equal(x, parts[rank]))
+    eye.note("the number of barriers", barrier.call_count)
     eye.note("the number of calls of meanwhile()", len(calls))
     eye.note("meanwhile() runs before the sum is started", not all(calls))
     late = not all(on_every_rank(before, group))
@@ -108,21 +110,27 @@ def see_counts(group, lab, eye):
     eye.note("the ranks run unequally many steps", len(set(counts)) > 1 or any(waits))
 
 
-def see_median(group, lab, eye):
-    """Steps of 1 or 7 times LONG on one of the ranks, or none, by a clock that they alone move.
+def timed_steps(first, group, lab):
+    """What the timing returns, and what each step took by a clock that steps alone move.
 
-    So a rank's own median is short, and neither the largest nor the mean of the ranks' maxima
-    is the median, nor a sum.
+    A step takes 1 or 7 times LONG on one of the ranks and less on the others, the first one `first`
+    seconds more. So a rank's own median is short, and neither the largest nor the mean of the
+    ranks' maxima is the median, nor a sum.
     """
     times = []
 
     def step():
         turn = len(times)
         times.append(LONG * ((7 if turn % 2 else 1) if turn % 3 == group.rank() else 0.3))
+        times[0] += first * (turn == 0)
 
     clocks = dict.fromkeys(("perf_counter", "monotonic", "time"), lambda: sum(times))
     with mock.patch.multiple(time, **clocks):
-        seconds = lab.right_adaptive_timing(step, group)
+        return lab.right_adaptive_timing(step, group), times
+
+
+def see_median(group, lab, eye):
+    seconds, times = timed_steps(0, group, lab)
     told, everyone = zip(*on_every_rank((seconds, times), group))
     eye.note("fewer than 6 steps are run", len(times) < 6)
     eye.note("more steps are run than the budget allows", len(times) > 10 * BUDGET / LONG)
@@ -131,6 +139,8 @@ def see_median(group, lab, eye):
     slowest = [max(run) for run in zip(*everyone)]
     nearest = min(abs(seconds - median(slowest[skipped:])) for skipped in range(3))
     eye.note("the seconds are not those of most steps", not nearest < 0.01 * LONG)
+    _, after = timed_steps(BUDGET, group, lab)
+    eye.note("fewer steps are run where the first one is slow", len(after) < len(times))
 
 
 def adaptive_timing(group, seed):
