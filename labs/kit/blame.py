@@ -18,6 +18,7 @@ WORLD = r"get_(rank|world_size)\(\)|dist\.group\.WORLD"
 HINTS = {  # {a part of what is said: the cause}
     "in the default group": "pass group=group: without it torch takes all ranks of the job",
     "not part of group": "group_src, group_dst, group_peer count in the group; take them % P",
+    "invalid tensor size at": "each tensor of the list has the shape of this rank's own: pad parts",
     "ProcessGroupGloo::": "all_gather fills P times a rank's input, reduce_scatter 1/P of it",
     "non-empty list of Tensors": "there may be no tensor, and then nothing to do",
     "has to be contiguous": "send and receive into contiguous tensors: x.contiguous()",

@@ -6,10 +6,13 @@ another kernel than ours, but it has to be the same call on any number of ranks.
 """
 
 import itertools
+import queue
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -17,7 +20,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from labs.kit.eye import Most
-from labs.kit.harness import Traffic
+from labs.kit.harness import Traffic, relative_error
 from labs.kit.judge import checks
 from labs.kit.tools import Products, subgroup
 from labs.kit.tools import gradients as gradients_of
@@ -87,7 +90,7 @@ def batch_at(group, seed):
 
     def see(sizes, lab, eye):
         with mock.patch.multiple(lab, **sizes):
-            for step in range(3 * sizes["EXAMPLES"] // sizes["B"]):
+            for step in range(sizes["EXAMPLES"] + 2):
                 eye.note(f"the batch of step {step}", lab.batch_at(step, seed))
 
     for examples, size, uniform in (12, 4, fine), (24, 4, fine), (8, 8, fine), (96, 32, coarse):
@@ -153,12 +156,39 @@ def reduced(name, shapes, group, seed):
         yield title, partial(see, parts[group.rank()]), {"the sum": bits.tree(parts)}
 
 
+def on_eight(name, seed):
+    """The case of doubling() or halving() on 8 ranks: threads, which hand over in this process."""
+
+    def see(parts, lab, eye):
+        boxes = {pair: queue.Queue() for pair in itertools.product(range(8), repeat=2)}
+
+        def exchange(x, peer, group):
+            boxes[group.rank(), peer].put(x.clone())
+            return boxes[peer, group.rank()].get(timeout=5)
+
+        def play(rank):
+            group = SimpleNamespace(rank=lambda: rank, size=lambda: 8)
+            return getattr(lab, name)(parts[rank].clone(), group)
+
+        with mock.patch.object(lab, "exchange", exchange), ThreadPoolExecutor(8) as threads:
+            for rank, found in enumerate(threads.map(play, range(8))):
+                eye.note(f"the sum on rank {rank}", found)
+
+    parts = [drawn(seed + 9 * i, 8, 3) for i in range(8)]
+    right = {f"the sum on rank {rank}": bits.tree(parts) for rank in range(8)}
+    yield "(8, 3) on 8 ranks", partial(see, parts), right
+
+
 def doubling(group, seed):
     yield from reduced("doubling", [(8, 3), (4,), (5, 7), ()], group, seed)
+    if group.size() == 1:
+        yield from on_eight("doubling", seed)
 
 
 def halving(group, seed):
     yield from reduced("halving", [(8, 3), (4,)], group, seed)
+    if group.size() == 1:
+        yield from on_eight("halving", seed)
 
 
 def edges(group, seed):
@@ -239,6 +269,9 @@ def loss(group, seed):
             results.append({"the losses": found.detach()} | dict(zip(names, grads)))
             if where is layout:
                 eye.note("the losses' dtype", found.dtype)
+                if found.dtype == torch.float64:
+                    exact = relative_error(found.detach(), right) < 1e-12
+                    eye.note("the losses have float64's precision", exact)
                 eye.note("the losses, but for rounding,", bits.about(found, right, most))
                 blocks = slope.chunk(finished.BLOCKS, 1)
                 own = torch.cat([blocks[block] for block in where.blocks], 1)
@@ -246,9 +279,9 @@ def loss(group, seed):
                 eye.note("the logits' gradient, but for rounding,", grad)
         bits.note_bits(eye, *results)
 
-    for dtype, scale in itertools.product(bits.DTYPES, [1, 100]):
-        logits = (scale * drawn(seed, 6, finished.VOCAB, spread=0)).to(dtype)
-        wide = logits.float().requires_grad_()
+    for dtype, scale in itertools.product([*bits.DTYPES, torch.float64], [1, 100]):
+        logits = (scale * drawn(seed, 6, finished.VOCAB, spread=0).double()).to(dtype)
+        wide = logits.to(torch.promote_types(dtype, torch.float32)).requires_grad_()
         right = F.cross_entropy(wide, targets, reduction="none")
         [slope] = torch.autograd.grad(right.sum(), wide)
         title = f"on {group.size()} ranks, {dtype}, logits up to {logits.abs().max():.0f}"
