@@ -406,11 +406,12 @@ def main():
     if script == "--list" or (bugs and bug == "--list"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the list without a traceback
         for name in BUGS if script == "--list" else [path.stem]:
-            nets = {bug: ["?"] for bug in BUGS[name]} | json.loads(NETS.read_text())[f"{name}.py"]
-            about = ((b, does.__doc__, ", ".join(nets[b])) for b, does in BUGS[name].items())
-            lines = (f"  {bug}\n      {does}\n      lab 15: {seen}" for bug, does, seen in about)
+            nets = dict.fromkeys(BUGS[name], "?") | json.loads(NETS.read_text())[f"{name}.py"]
+            about = (
+                (f"  {b}", does.__doc__, f"lab 15: {nets[b]}") for b, does in BUGS[name].items()
+            )
             if is_rank0:
-                print(f"{name}.py", *lines, sep="\n")
+                print(f"{name}.py", *map("\n      ".join, about), sep="\n")
         return 0
     if script == "--where":
         from labs.walk import where

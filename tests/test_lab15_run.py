@@ -1,6 +1,5 @@
 """Lab 15: nothing wrong is accepted, the nets' table is the checker's, an error names its line."""
 
-import inspect
 import json
 from unittest import mock
 
@@ -10,8 +9,7 @@ import torch.nn.functional as F
 from conftest import ROOT, python
 from learner import CHECKS, LABS, harness, run_lab
 
-from labs.lab3_pitfalls import check as lab3
-from labs.lab15_types import nets, oracle, typed
+from labs.lab15_types import nets, oracle, scripts, typed
 
 lab = harness.load(LABS["lab15"])
 NETS = json.loads((ROOT / "labs" / "lab15_types" / "nets.json").read_text())
@@ -41,28 +39,23 @@ def test_what_is_wrong_on_numbers_is_refused(options, monkeypatch, tmp_path):
 
 
 def test_the_table_of_nets_is_what_the_checker_says():
-    expected = {f"{script}.py": list(bugs) for script, bugs in BUGS.items()}
-    expected["lab3"] = list(lab3.CHECKS)
-    expected["lab16"] = sorted(nets.BITS["lab16"])
-    assert {script: list(bugs) for script, bugs in NETS.items()} == expected
-    for script, bugs in BUGS.items():
-        assert nets.script_says(script) is None, "without a bug it is accepted"
-        for bug in bugs:
-            says = nets.script_says(script, bug)
-            assert ("types" in NETS[f"{script}.py"][bug]) == (says is not None), bug
-            assert "parity" in NETS[f"{script}.py"][bug], "test_break_it.py runs them all"
-    for name in lab3.CHECKS:
-        says = nets.pitfall_says(name)
-        assert ("types" in NETS["lab3"][name]) == (says is not None), name
-    assert set(nets.changes()) <= {(script, bug) for script, bugs in BUGS.items() for bug in bugs}
+    verdicts = nets.type_verdicts()
+    assert {s: list(bugs) for s, bugs in NETS.items()} == {s: list(b) for s, b in verdicts.items()}
+    for script, bugs in verdicts.items():
+        for bug, problem in bugs.items():
+            assert ("types" in NETS[script][bug]) == (problem is not None), (script, bug)
+    for script in BUGS:
+        assert scripts.script_says(script) is None, "without a bug it is accepted"
+        assert all("parity" in row for row in NETS[f"{script}.py"].values()), "test_break_it.py"
+    assert set(scripts.BUGS) <= {(script, bug) for script, bugs in BUGS.items() for bug in bugs}
 
 
 @pytest.mark.slow  # half a minute
 def test_bits_are_judged_anew():
-    for script, bugs in nets.judge_bits(seed=0).items():
-        for bug, row in bugs.items():
-            seen = NETS[script][bug] if script == "lab16" else {*NETS[script][bug]} & {"bits"}
-            assert {*row} == {*seen}, (script, bug)
+    rows = {(script, bug): NETS[script][bug] for script, bugs in nets.BITS.items() for bug in bugs}
+    listed = {(*names, net) for names, row in rows.items() for net in row.split(", ")}
+    judged = {(*names, "bits") for names in rows} | {(*n, "parity") for n in rows if "lab16" in n}
+    assert nets.bits_see(seed=0) == listed & judged
 
 
 def test_the_list_names_the_nets():
@@ -87,10 +80,8 @@ def test_one_rank_is_hugging_faces_layer():
     sizes = {"hidden_size": lab.H, "intermediate_size": lab.WIDTH, "num_hidden_layers": 1}
     sizes |= {"num_attention_heads": lab.HEADS, "num_key_value_heads": lab.KV, "head_dim": lab.D}
     model = LlamaModel(LlamaConfig(**sizes, vocab_size=8, attn_implementation="sdpa")).double()
-    layer, names = (
-        model.layers[0],
-        {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"},
-    )
+    layer = model.layers[0]
+    names = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
     names |= {name: f"self_attn.{name}_proj" for name in "qkvo"}
     names |= {name: f"mlp.{name}_proj" for name in ("gate", "up", "down")}
     for name, path in names.items():
@@ -109,18 +100,6 @@ def test_the_vocabulary_loss_is_torchs():
     logits = full["x"] @ full["head"].mT
     right = F.cross_entropy(logits.flatten(0, 1), full["targets"].argmax(-1).flatten())
     assert harness.relative_error(mine, right) < 1e-12
-
-
-def test_an_error_names_the_line_and_the_mend():
-    def forgotten(x, norm1):
-        y = lab.norm(x, norm1)
-        return y
-
-    types = {"x": {"tp": "S(1)"}, "norm1": {"tp": "I"}}
-    problem = lab.check(forgotten, types, {"tp": "S(1)"})
-    assert problem.line == inspect.getsourcelines(forgotten)[1] + 1
-    edit = lab.mend(forgotten, types, {"tp": "S(1)"}, problem)
-    assert edit == (0, (1, "I", "R", "tp"))
 
 
 def test_a_scalar_moves_and_an_unknown_dimension_does_not():

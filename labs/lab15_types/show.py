@@ -14,11 +14,11 @@ from labs.kit.cli import check_writable
 from labs.kit.harness import table
 from labs.kit.pictures import BLUE, GREY, PALE, picture
 from labs.lab15_types import nets, oracle, typed
+from labs.lab15_types.nets import JUDGED
 from labs.lab15_types.typed import PROGRAMS
 
 SHOWN = "sp_block"  # the program that the question is about
 HOWS = "dropped", "doubled", "changed", "exchanged"
-JUDGED = "types", "parity", "bits"
 
 
 def judge(lab, name, seed, everything):
@@ -77,7 +77,7 @@ def show_nets():
     rows = [["", "bug", *JUDGED, "what the checker says"]]
     for script, bugs in nets.type_verdicts().items():
         for bug, problem in bugs.items():
-            row = found.get(script, {}).get(bug, [])
+            row = found.get(script, {}).get(bug, "")
             if ("types" in row) != (problem is not None):
                 off.append(f"{script} {bug}: nets.json has {row}, the checker says {problem}")
             marks = [mark(script, bug, net, row) for net in JUDGED]
