@@ -30,7 +30,7 @@ def test_what_is_wrong_on_numbers_is_refused(options, monkeypatch, tmp_path):
     for row in rows:
         assert row["refused"] == row["wrong"]
         assert row["mended"] == row["dropped"] + row["doubled"]
-        if oracle.installed():
+        if oracle.INSTALLED:
             asked = row["mutants"] + 1 if options else row["mutants"] // 4 + 1
             assert row["same"] == row["asked"] == asked
     assert found["error"]["line"] == "y = lab.norm(x, norm1)"

@@ -40,7 +40,7 @@ def judge(lab, name, seed, everything):
                 mended = edit and typed.edited(lab, broken, dict([edit]))
                 how = types, returns, right, seed
                 found.update(mended=mended and not typed.wrong_on_numbers(lab, mended, *how))
-            if oracle.installed() and (everything or i % 4 == 0):
+            if oracle.INSTALLED and (everything or i % 4 == 0):
                 other = oracle.refused(mesh, lab, broken, types, returns)
                 found.update(asked=1, same=(other is None) == (problem is None))
                 if (other is None) != (problem is None):
@@ -55,7 +55,7 @@ def show_mutants(lab, args):
     for name in PROGRAMS:
         row = found[name] = judge(lab, name, args.seed, args.everything)
         one = row["dropped"] + row["doubled"]
-        same = f"{row['same']} of {row['asked']}" if oracle.installed() else "not installed"
+        same = f"{row['same']} of {row['asked']}" if oracle.INSTALLED else "not installed"
         counts = [str(row[how]) for how in HOWS]
         mended = f"{row['mended']} of {one}"
         rows.append([name, *counts, str(row["wrong"]), str(row["refused"]), mended, same])
@@ -99,15 +99,6 @@ def mark(script, bug, net, row):
     return "x" if net in row else "-" if judged else ""
 
 
-def collectives(lab):
-    """How many collectives sp_block's moves send, forward and backward."""
-    types, _ = PROGRAMS[SHOWN]
-    calls, found = typed.calls_of(lab, getattr(lab, SHOWN), types), []
-    for _, src, dst, _ in (args for name, args in calls if name == "move"):
-        found += [lab.sent(src, dst), lab.sent(*lab.backward(src, dst))]
-    return sum(op is not None for op in found)
-
-
 def show_error(lab):
     """An error as a user gets it: the line, and the collective that would mend it."""
 
@@ -140,7 +131,8 @@ def experiment(lab, args):
     found = {"mutants": mutants, "nets": table_of_nets, "error": error, "failed": off + wrong}
     for line in found["failed"]:
         print(f"  {line}")
-    return found | {"collectives": collectives(lab)}
+    sent = typed.messages(lab, getattr(lab, SHOWN), PROGRAMS[SHOWN][0])
+    return found | {"collectives": len(sent)}
 
 
 def draw(results, path):

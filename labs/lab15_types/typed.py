@@ -5,6 +5,8 @@ module, where others are put. The ranks are lists of tensors in one process.
 """
 
 import itertools
+import math
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -55,47 +57,21 @@ class Ranks(list):
 # ---- Moves and operations ------------------------------------------------------------------------
 
 
-def slices(x, world, dim):
-    """x in equal slices along a dimension, one for each rank."""
-    if x.shape[dim] % world:
-        raise ValueError(f"{world} ranks cannot share a dimension of {x.shape[dim]}")
-    return list(x.chunk(world, dim))
-
-
-def carry_out(src, dst, xs):
-    """What a move makes of a group's tensors, as MOVES says."""
-    kind, world = src[0] + dst[0], len(xs)
-    here, there = finished.sharded_dim(src), finished.sharded_dim(dst)
-    if src == dst or kind in ("IR", "RI", "RV", "VP"):
-        return list(xs)
-    if kind in ("RP", "IP"):
-        return [x if rank == 0 else torch.zeros_like(x) for rank, x in enumerate(xs)]
-    if kind in ("RS", "IS"):
-        return [slices(x, world, there)[rank] for rank, x in enumerate(xs)]
-    if kind == "SP":
-        zeros = [[torch.zeros_like(x) for x in xs] for _ in xs]
-        rows = [[*row[:rank], xs[rank], *row[rank + 1 :]] for rank, row in enumerate(zeros)]
-        return [torch.cat(row, here) for row in rows]
-    whole = torch.cat(xs, here) if src[0] == "S" else sum(xs)
-    return slices(whole, world, there) if dst[0] == "S" else [whole] * world
-
-
 class Move(torch.autograd.Function):
-    """A move of a group's tensors; backward: the move of their gradients."""
+    """A move of a group's tensors: the same full tensor, held as another type holds it.
+
+    backward: the move of their gradients.
+    """
 
     @staticmethod
     def forward(ctx, src, dst, *xs):
-        ctx.move = src, dst
-        return tuple(x.clone() for x in carry_out(src, dst, xs))
+        ctx.move, mesh = (src, dst), {"": len(xs)}
+        parts = split(join(xs, {"": src}, mesh), {"": dst}, mesh)
+        return tuple(x.clone() for x in parts)
 
     @staticmethod
     def backward(ctx, *grads):
-        back = finished.backward(*ctx.move)
-        return None, None, *(x.clone() for x in carry_out(*back, grads))
-
-
-def norm(x, weight):
-    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+        return None, None, *Move.apply(*finished.backward(*ctx.move), *grads)
 
 
 def rotary(positions, x):  # (s), (b, s, n, 2)
@@ -109,7 +85,7 @@ def attention(*qkv):
     if len({x.shape[1] for x in (q, k, v)}) > 1:  # one head would be used for all
         raise ValueError("q, k and v have different numbers of heads")
     scores = q @ k.mT / q.shape[-1] ** 0.5
-    later = torch.ones_like(scores).triu(1).bool()
+    later = torch.ones(scores.shape[-2:]).triu(1).bool()
     return (scores.masked_fill(later, -torch.inf).softmax(-1) @ v).transpose(1, 2)
 
 
@@ -123,18 +99,23 @@ def embedding(all_ids, tables):
     return found
 
 
-EACH = {"norm": norm, "rotary": rotary, "attention": attention, "add": torch.add}
-EACH |= {"subtract": torch.sub, "multiply": torch.mul, "silu": F.silu, "exp": torch.exp}
-EACH |= {"log": torch.log, "total": lambda x: x.sum(-1), "linear": lambda x, w: x @ w.mT}
+EACH = {"norm": lambda x, w: F.rms_norm(x, x.shape[-1:], eps=1e-6) * w, "rotary": rotary}
+EACH |= {"attention": attention, "add": torch.add, "subtract": torch.sub, "multiply": torch.mul}
+EACH |= {"silu": F.silu, "exp": torch.exp, "log": torch.log, "total": lambda x: x.sum(-1)}
 EACH |= {"mean": lambda x: x.sum() / (finished.B * finished.LENGTH)}
-EACH |= {"softmax": lambda x: x.softmax(-1)}
+EACH |= {"linear": lambda x, w: x @ w.mT, "softmax": lambda x: x.softmax(-1)}
+EACH |= {"reshape": torch.reshape, "repeat_heads": lambda x, n: x.repeat_interleave(n, 2)}
 
 
 def on_numbers(mesh):
     """{name: operation} on Ranks of a mesh {axis: size}."""
 
     def each(function):
-        return lambda *xs: Ranks(map(function, *xs))
+        def of_all(x, *others):
+            others = (y if isinstance(y, Ranks) else [y] * len(x) for y in others)
+            return Ranks(map(function, x, *others))
+
+        return of_all
 
     def move(x, src, dst, axis="tp"):
         places = torch.arange(len(x)).view(*mesh.values()).movedim(list(mesh).index(axis), -1)
@@ -146,25 +127,25 @@ def on_numbers(mesh):
         return out
 
     own = {name: each(function) for name, function in EACH.items()}
-    own["reshape"] = lambda x, shape: Ranks(tensor.reshape(shape) for tensor in x)
-    own["repeat_heads"] = lambda x, n: Ranks(tensor.repeat_interleave(n, 2) for tensor in x)
     return own | {"move": move, "embedding": embedding}
 
 
 # ---- What ranks have of a tensor -----------------------------------------------------------------
 
 
-def split(full, types, mesh, generator):
-    """The Ranks of a tensor of these types; summands of what is P are drawn."""
+def split(full, types, mesh, generator=None):
+    """The Ranks of a tensor of these types; summands of what is P are drawn, or zeros but one."""
     parts = [full]
     for axis, world in mesh.items():
         type, before, parts = types[axis], parts, []
         for x in before:
             if type[0] == "P":
-                noise = torch.randn(world - 1, *x.shape, generator=generator).to(x)
-                parts += [*noise, x - noise.sum(0)]
+                zeros = torch.zeros(world - 1, *x.shape)
+                noise = (zeros.normal_(generator=generator) if generator else zeros).to(x)
+                parts += [x - noise.sum(0), *noise]
             elif type[0] == "S":
-                parts += slices(x, world, finished.sharded_dim(type))
+                dim = finished.sharded_dim(type)
+                parts += x.unflatten(dim, (world, -1)).unbind(dim)
             else:
                 parts += [x] * world
     return Ranks(parts)
@@ -263,15 +244,20 @@ def wrong_on_numbers(lab, program, types, returns, right, seed=0):
 # ---- Programs with a mistake, and what programs call ---------------------------------------------
 
 
-def edited(lab, program, edits):
-    """A program with edits, as check() takes them, that runs on types, numbers or tensors."""
+def edited(lab, program, edits, calls=None):
+    """A program with edits, as check() takes them, that runs on types, numbers or tensors.
+
+    calls: a list, to which its calls are added, (operation, arguments).
+    """
 
     def run(**arguments):
         numbers = itertools.count()
         before = {name: getattr(lab, name) for name in OPERATIONS} | {"give_back": lambda x: x}
 
         def call(name, *args):
-            args = list(args)
+            args = [*args, "tp"][:4] if name == "move" else [*args]
+            if calls is not None:
+                calls.append((name, [*args]))
             i, *how = edits.get(next(numbers), (None,))
             if i is not None:
                 old, args[i] = args[i], before["move"](args[i], *how)
@@ -285,8 +271,7 @@ def edited(lab, program, edits):
                 args[1:] = how
             return before[name](*args)
 
-        calls = {name: lambda *args, name=name: call(name, *args) for name in OPERATIONS}
-        with patch.dict(vars(lab), calls):
+        with patch.dict(vars(lab), {name: partial(call, name) for name in OPERATIONS}):
             result = program(**arguments)
         return call("give_back", result)
 
@@ -296,18 +281,8 @@ def edited(lab, program, edits):
 def calls_of(lab, program, types):
     """[(operation, arguments)] of a program on types, in order."""
     calls = []
-
-    def recorded(name, function):
-        def call(*args):
-            args = [*args, "tp"][:4] if name == "move" else list(args)
-            calls.append((name, args))
-            return function(*args)
-
-        return call
-
-    functions = {name: recorded(name, getattr(lab, name)) for name in OPERATIONS}
-    with patch.dict(vars(lab), functions):
-        program(**{name: lab.Typed(SHAPES[name], own) for name, own in types.items()})
+    program = edited(lab, program, {}, calls)
+    program(**{name: lab.Typed(SHAPES[name], own) for name, own in types.items()})
     return calls
 
 
@@ -328,13 +303,12 @@ def mutants(lab, program, types):
             yield "exchanged", {n: (None, *other), m: (None, *one)}
 
 
-def message_numbers(lab, program, types):
-    """How many numbers a program's messages have, both ways; an all-reduce counts twice."""
-    total = 0
+def messages(lab, program, types):
+    """[(collective, numbers in it)] of all messages of a program, both ways."""
+    found = []
     for name, args in calls_of(lab, program, types):
         if name == "move" and args[1] != args[2]:
             x, src, dst, _ = args
             both = finished.sent(src, dst), finished.sent(*finished.backward(src, dst))
-            times = sum((op is not None) + (op == "all_reduce") for op in both)
-            total += times * torch.Size(x.shape).numel()
-    return total
+            found += [(op, math.prod(x.shape)) for op in both if op]
+    return found
