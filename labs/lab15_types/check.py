@@ -283,9 +283,6 @@ class Refused:
     problem: str
     line: int = field(compare=False)
 
-    def __str__(self):
-        return f"refused in line {self.line}, because of {self.problem}"
-
 
 def program(name):
     """The cases of a program: accepted, right on numbers, no more messages than it needs."""

@@ -22,7 +22,7 @@ HOWS = "dropped", "doubled", "changed", "exchanged"
 
 
 def judge(lab, name, seed, everything):
-    """{"mutants", "wrong", "refused", "mended", "first", "package", "odd"} of a program."""
+    """{"mutants", "wrong", "refused", "mended", "asked", "same", "odd"} of a program."""
     (types, returns), program = PROGRAMS[name], getattr(lab, name)
     right = typed.computed(lab, program, types, returns, seed, world=1)
     found, odd = Counter(), []
@@ -56,9 +56,8 @@ def show_mutants(lab, args):
         row = found[name] = judge(lab, name, args.seed, args.everything)
         one = row["dropped"] + row["doubled"]
         same = f"{row['same']} of {row['asked']}" if oracle.INSTALLED else "not installed"
-        counts = [str(row[how]) for how in HOWS]
-        mended = f"{row['mended']} of {one}"
-        rows.append([name, *counts, str(row["wrong"]), str(row["refused"]), mended, same])
+        counts = [row[how] for how in (*HOWS, "wrong", "refused")]
+        rows.append([name, *counts, f"{row['mended']} of {one}", same])
         off += row["odd"]
         if row["mended"] != one:
             off.append(f"{name}: {row['mended']} of {one} dropped or doubled moves are mended")
@@ -136,30 +135,19 @@ def experiment(lab, args):
 
 
 def draw(results, path):
-    """Bugs by nets, and the mutants of each program."""
-    with picture(path, [["nets", "mutants"]], (13, 9), width_ratios=[3, 2]) as axes:
+    """Bugs by nets."""
+    with picture(path, [["nets"]], (8, 9)) as axes:
         axis, labels = axes["nets"], []
         for script, bugs in results["nets"].items():
             for bug, row in bugs.items():
                 for column, net in enumerate(JUDGED):
-                    marked = mark(script, bug, net, row)
-                    how = {"color": {"x": BLUE, "-": "white", "": PALE}[marked], "lw": 0.5}
-                    axis.barh(len(labels), 0.9, left=column, edgecolor=GREY, **how)
+                    color = {"x": BLUE, "-": "white", "": PALE}[mark(script, bug, net, row)]
+                    axis.barh(len(labels), 0.9, left=column, edgecolor=GREY, color=color, lw=0.5)
                 labels.append(f"{script}  {bug.replace('_', ' ')}")
         axis.set_yticks(range(len(labels)), labels, fontsize=6.5)
-        axis.set_xticks([0.45, 1.45, 2.45], ["types", "parity", "bits"])
+        axis.set_xticks([0.45, 1.45, 2.45], JUDGED)
         axis.invert_yaxis()
         axis.set_title("Which net sees which bug (grey: no program for it)", loc="left")
-        axis, left = axes["mutants"], [0] * len(results["mutants"])
-        names, rows = list(results["mutants"]), list(results["mutants"].values())
-        axis.barh(names, [row["mutants"] for row in rows], color=PALE, label="mutants")
-        wrong = [row["wrong"] for row in rows]
-        axis.barh(names, wrong, height=0.5, color=GREY, label="wrong on numbers")
-        refused = [row["refused"] for row in rows]
-        axis.barh(names, refused, left=left, height=0.25, color=BLUE, label="refused by types")
-        axis.invert_yaxis()
-        axis.legend(frameon=False, loc="lower right")
-        axis.set_title("Programs with a mistake", loc="left")
 
 
 PREDICT = (
