@@ -128,10 +128,9 @@ def letters(group, seed):
             title = "I beside others" if {"I"} < {*types} else title
             cases.setdefault(title, {})[name] = kind, [*types]
             if "V" not in types and n == len(OPERANDS[KINDS[kind]]):
-                right[name] = true_type(KINDS[kind], types)
+                right.setdefault(title, {})[name] = true_type(KINDS[kind], types)
     for title, calls in cases.items():
-        see = partial(see_calls, "combine_letters", calls)
-        yield title, see, {name: right[name] for name in calls if name in right}
+        yield title, partial(see_calls, "combine_letters", calls), right.get(title, {})
 
 
 def shards(group, seed):
@@ -147,10 +146,9 @@ def shards(group, seed):
                 what = labels, out, whole, [*types]
                 name = f"{operation} ({', '.join(labels)} to {out}) of {', '.join(types)}"
                 cases.setdefault(kind_of(*what), {})[name] = what
-                right[name] = true_type(operation, types)
+                right.setdefault(kind_of(*what), {})[name] = true_type(operation, types)
     for title, calls in cases.items():
-        see = partial(see_calls, "combine_shards", calls)
-        yield title, see, {name: right[name] for name in calls if name in right}
+        yield title, partial(see_calls, "combine_shards", calls), right.get(title, {})
 
 
 def kind_of(labels, out, whole, types):
@@ -203,11 +201,11 @@ def reshape(group, seed):
         if math.prod(old) == math.prod(new):
             fixed.append((tuple(old), tuple(new), numbers.randrange(3)))
     for old, new, dim in dict.fromkeys(fixed):
-        right = on_numbers(old, new, dim)
-        title = "one dimension begins where d did" if right != REFUSED else "none begins there"
+        types, end = {"dp": next(others), "tp": S(dim), "pp": S(dim)}, on_numbers(old, new, dim)
+        title = "one dimension begins where d did" if end != REFUSED else "none begins there"
         title = "dimensions of 1 number" if 1 in new else title
-        types = {"dp": next(others), "tp": S(dim), "pp": S(dim)}
-        name = f"S({dim}) of {old} in the shape {new}"
+        right = end if end == REFUSED else (types | {"tp": end, "pp": end}, new)
+        name = f"the types and the shape of S({dim}) of {old} in the shape {new}"
         cases.setdefault(title, {})[name] = old, new, types, right
 
     def see(asked, lab, eye):
@@ -215,9 +213,7 @@ def reshape(group, seed):
         for name, (old, new, types, _) in asked.items():
             x = lab.Typed(old, dict(types))
             made = said(lab, lab.reshape, x, new)
-            eye.note(name, made if made == REFUSED else made.types["tp"])
-            all_of_it = made if made == REFUSED else (made.types, made.shape)
-            eye.note(f"{name}, all types and the shape", all_of_it)
+            eye.note(name, made if made == REFUSED else (made.types, made.shape))
             changed |= x.types != types
         eye.note("the types of x are overwritten", changed)
 
