@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
-from labs.lab15_types.typed import CONSTANT, EACH, drawn, finished
+from labs.lab15_types.typed import CONSTANT, EACH, drawn, finished, split
 
 INSTALLED = importlib.util.find_spec("spmd_types") is not None
 
@@ -65,12 +65,10 @@ def refused(mesh, lab, program, types, returns):
     import spmd_types as spmd
     import spmd_types.checker
 
-    parts = {}
+    parts, sizes = {}, {axis: mesh[axis].size() for axis in returns}
     for name, full in drawn(types, 0).items():
-        for axis, type in types[name].items():
-            dim = finished.sharded_dim(type)
-            full = full if dim is None else full.chunk(mesh[axis].size(), dim)[0]
-        parts[name] = full.clone().requires_grad_(name not in CONSTANT)
+        own = split(full, types[name], sizes)[0]
+        parts[name] = own.clone().requires_grad_(name not in CONSTANT)
     with spmd.set_current_mesh(mesh), spmd_types.checker.typecheck(local=False):
         try:
             for name, x in parts.items():

@@ -119,12 +119,11 @@ def on_numbers(mesh):
 
     def move(x, src, dst, axis="tp"):
         places = torch.arange(len(x)).view(*mesh.values()).movedim(list(mesh).index(axis), -1)
-        out = Ranks(x)
+        out = dict(enumerate(x))
         for ranks in places.reshape(-1, mesh[axis]).tolist():  # they differ on this axis alone
-            own = Move.apply(src, dst, *(x[rank] for rank in ranks)) if src != dst else ()
-            for rank, tensor in zip(ranks, own):
-                out[rank] = tensor
-        return out
+            if src != dst:
+                out |= zip(ranks, Move.apply(src, dst, *(x[rank] for rank in ranks)))
+        return Ranks(out.values())
 
     own = {name: each(function) for name, function in EACH.items()}
     return own | {"move": move, "embedding": embedding}
