@@ -40,7 +40,7 @@ def test_what_is_wrong_on_numbers_is_refused(options, monkeypatch, tmp_path):
 
 def test_the_table_of_nets_is_what_the_checker_says():
     verdicts = nets.type_verdicts()
-    assert {s: list(bugs) for s, bugs in NETS.items()} == {s: list(b) for s, b in verdicts.items()}
+    assert {s: [*bugs] for s, bugs in NETS.items()} == {s: [*b] for s, b in verdicts.items()}
     for script, bugs in verdicts.items():
         for bug, problem in bugs.items():
             assert ("types" in NETS[script][bug]) == (problem is not None), (script, bug)
@@ -52,7 +52,7 @@ def test_the_table_of_nets_is_what_the_checker_says():
 
 @pytest.mark.slow  # half a minute
 def test_bits_are_judged_anew():
-    rows = {(script, bug): NETS[script][bug] for script, bugs in nets.BITS.items() for bug in bugs}
+    rows = {(s, bug): NETS[s][bug] for s, bugs in nets.BITS.items() for bug in bugs}
     listed = {(*names, net) for names, row in rows.items() for net in row.split(", ")}
     judged = {(*names, "bits") for names in rows} | {(*n, "parity") for n in rows if "lab16" in n}
     assert nets.bits_see(seed=0) == listed & judged

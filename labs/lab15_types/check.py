@@ -52,7 +52,7 @@ def true_type(operation, types):
     with suppress(ValueError, RuntimeError):
         ran = typed.run(finished, alone(operation), own, mesh, 0)
         for type in ("R", "I", "P", *map(S, range(right["the result"].dim()))):
-            with suppress(ValueError, RuntimeError):  # ranks differ, or cannot share a dimension
+            with suppress(ValueError, RuntimeError):  # ranks differ, or cannot share it
                 found = typed.put_together(*ran, own, {"tp": type}, mesh, 0)
                 if not typed.difference(found, right):
                     return type
@@ -201,7 +201,8 @@ def reshape(group, seed):
         if math.prod(old) == math.prod(new):
             fixed.append((tuple(old), tuple(new), numbers.randrange(3)))
     for old, new, dim in dict.fromkeys(fixed):
-        types, end = {"dp": next(others), "tp": S(dim), "pp": S(dim)}, on_numbers(old, new, dim)
+        types = {"dp": next(others), "tp": S(dim), "pp": S(dim)}
+        end = on_numbers(old, new, dim)
         title = "one dimension begins where d did" if end != REFUSED else "none begins there"
         title = "dimensions of 1 number" if 1 in new else title
         right = end if end == REFUSED else (types | {"tp": end, "pp": end}, new)

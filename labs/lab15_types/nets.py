@@ -1,10 +1,10 @@
 """Which nets see which bug: types, parity (the float64 proof on 2 ranks), bits (lab 16's).
 
 scripts.py has the scripts and their bugs as programs of types. For bits a bug is written into
-lab 16's lesson, if that has a place for it: in tensor parallelism, or in data parallelism's sums
-of gradients, which stand for Ulysses'. Bits asks that two ranks give what one gives. Lab 16's
-own bugs, of order and of random numbers, are compared with one device, too, as parity does it:
-in float64, from given weights, without dropout.
+lab 16's lesson, if that has a place for it: in tensor parallelism, or in data parallelism's
+sums of gradients, which stand for Ulysses'. Bits asks that two ranks give what one gives. Lab
+16's own bugs, of order and of random numbers, are compared with one device, too, as parity does
+it: in float64, from given weights, without dropout.
 """
 
 import json
@@ -78,8 +78,8 @@ def proof_sees(script, bug):
 
 
 def parity_sees(seed):
-    """The (script, bug, "parity") of the scripts' bugs, by their proofs; and of lab 3's pitfalls:
-    a comparison of gradients with one device shows it, or it raises."""
+    """The (script, bug, "parity") of the scripts' bugs, by their proofs, and of lab 3's
+    pitfalls: a comparison of gradients with one device shows it, or it raises."""
     found = [(f"{script}.py", bug) for script, bugs in break_it.BUGS.items() for bug in bugs]
     found = [names for names in found if proof_sees(*names)]
     names = [name for name in lab3.CHECKS if name not in WATCHING]

@@ -48,8 +48,8 @@ def model(
 ):  # fmt: skip
     """A program: embedding, one layer with norms of q and k, mean cross entropy.
 
-    enter, leave: what moves x before and after the matrices; settle: what is done with sums over
-    the vocabulary, end: with the loss. own: weights of which a rank's gradient is a summand.
+    enter, leave: what moves x before and after the matrices; settle: what is done with sums
+    over the vocabulary, end: with the loss. own: weights whose gradient is a summand on a rank.
     """
 
     def program(ids, **w):

@@ -100,8 +100,9 @@ def embedding(all_ids, tables):
 
 
 EACH = {"norm": lambda x, w: F.rms_norm(x, x.shape[-1:], eps=1e-6) * w, "rotary": rotary}
-EACH |= {"attention": attention, "add": torch.add, "subtract": torch.sub, "multiply": torch.mul}
-EACH |= {"silu": F.silu, "exp": torch.exp, "log": torch.log, "total": lambda x: x.sum(-1)}
+EACH |= {"attention": attention, "add": torch.add, "subtract": torch.sub, "silu": F.silu}
+EACH |= {"multiply": torch.mul, "exp": torch.exp, "log": torch.log}
+EACH |= {"total": lambda x: x.sum(-1)}
 EACH |= {"mean": lambda x: x.sum() / (finished.B * finished.LENGTH)}
 EACH |= {"linear": lambda x, w: x @ w.mT, "softmax": lambda x: x.softmax(-1)}
 EACH |= {"reshape": torch.reshape, "repeat_heads": lambda x, n: x.repeat_interleave(n, 2)}
@@ -133,7 +134,7 @@ def on_numbers(mesh):
 
 
 def split(full, types, mesh, generator=None):
-    """The Ranks of a tensor of these types; summands of what is P are drawn, or zeros but one."""
+    """The Ranks of a tensor of these types; P: summands are drawn, or zeros but one."""
     parts = [full]
     for axis, world in mesh.items():
         type, before, parts = types[axis], parts, []
