@@ -18,14 +18,18 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import parallelize_module
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from labs.kit.eye import Most
 from labs.kit.inputs import draw_from
 from labs.kit.judge import checks
 from labs.kit.tools import refusal
 from labs.lab5_tp_plans import lesson as finished  # not the learner's
-from labs.lab5_tp_plans.models import Collectives, describe, full, tiny_model, uneven_length
+from labs.lab5_tp_plans.models import describe, full, tiny_model
 
 GROUPS = [0, 1, 2], [0, 2]  # the second is not the world, with other rank numbers
+
+
+def numbers(message):
+    """The numbers in a message, which may be None."""
+    return Counter(map(int, re.findall(r"\d+", message or "")))
 
 
 def validate_heads(group, seed):
@@ -35,16 +39,13 @@ def validate_heads(group, seed):
             heads, kv, world = draw.randint(1, 24), draw.randint(1, 12), draw.randint(1, 8)
             sizes = {"num_attention_heads": heads, "num_key_value_heads": kv}
             config = SimpleNamespace(**sizes, head_dim=64, hidden_size=64 * heads)
+            wanted = numbers(refusal(ValueError, finished.validate_heads, config, world))
             message = refusal(ValueError, lab.validate_heads, config, world)
             case = f"{heads} heads, {kv} KV heads, {world} ranks"
             eye.note(f"{case} are refused", message is not None)
-            if message:
-                fit = [n for n in range(1, kv + 1) if kv % n == heads % n == 0]
-                wanted = Counter([heads, kv, world, *fit])
-                named = Counter(map(int, re.findall(r"\d+", message)))
-                lacks, more = (wanted - named).elements(), named.keys() - wanted
-                eye.note(f"{case}: the list of what the message lacks", sorted(lacks))
-                eye.note(f"{case}: the list of other numbers in the message", sorted(more))
+            lacks, more = wanted - numbers(message), numbers(message).keys() - wanted
+            eye.note(f"{case}: the list of what the message lacks", sorted(lacks.elements()))
+            eye.note(f"{case}: the list of other numbers in the message", sorted(more))
 
     yield "40 configurations", see
 
@@ -64,45 +65,42 @@ def placed(x):
     return f"{x.placements if isinstance(x, DTensor) else 'a plain tensor'}, {tuple(x.shape)}"
 
 
-def note_bytes(eye, when, traffic):
-    for op, (_, nbytes) in traffic.ops.items():
-        eye.note(f"{when}: bytes that {op} moves", Most(nbytes))
-
-
-def read(y, q, k, v):
-    """What attention does with a norm's result: three column parallel layers read it."""
-    return y @ q + (y @ k) * (y @ v)
-
-
 def all_gather_style(group, seed):
     mesh, (uneven, randn) = DeviceMesh.from_group(group, "cpu"), draw_from(seed, group)
-    P, rank, h = group.size(), group.rank(), uneven()
-    weight, *weights = randn(h), *(randn(h, 2 * P) for _ in range(3))
+    P, h = group.size(), uneven()
+    weight, *projections = randn(h), *(randn(h, 2 * P) for _ in range(3))
+    cut = [distribute_tensor(w, mesh, [Shard(1)]) for w in projections]
+
+    def own(tensor, layout):
+        return distribute_tensor(tensor.detach(), mesh, [layout]).to_local()
+
+    def read(y, q, k, v):
+        """What attention does with a norm's result: three column parallel layers read it."""
+        return y @ q + (y @ k) * (y @ v)
 
     def see(layout, x, dy, lab, eye):
-        norm, mine = norm_with(weight), distribute_tensor(x, mesh, [layout]).requires_grad_()
+        norm = norm_with(weight)
         parallelize_module(norm, mesh, lab.NormThenGather(layout))
-        with Collectives() as forward:
-            y = norm(mine)
-        eye.note("the norm's result lies as", placed(y))
+
+        def attention(x):
+            return read(norm(x), *cut).to_local()
+
+        eye.note("the norm's result lies as", placed(norm(x)))
         if not eye.goes_on():
             return
-        eye.note("the norm's result", y.full_tensor())
-        note_bytes(eye, "forward", forward)
-        cut = [distribute_tensor(w, mesh, [Shard(1)]) for w in weights]
-        with Collectives() as backward:
-            read(y, *cut).to_local().backward(dy.chunk(P, -1)[rank])
-        note_bytes(eye, "backward", backward)
-        eye.note("the gradient of x", mine.grad.full_tensor())
+        eye.call(attention, {"x": x}, "what attention makes of it", [dy])
+        attention(x).backward(dy)
         eye.note("the gradient of the norm's weight", full(norm.weight.grad))
 
-    for layout, tokens in (Shard(1), uneven_length(mesh)), (Shard(1), 2 * P), (Replicate(), 7):
+    for layout, tokens in (Shard(1), 2 * P), (Replicate(), 7):
         x, dy, norm = randn(2, tokens, h), randn(2, tokens, 2 * P), norm_with(weight)
-        y = norm(x.requires_grad_())
-        read(y, *weights).backward(dy)
-        right = {"the norm's result": y.detach(), "the gradient of x": x.grad}
+        y = read(norm(x.requires_grad_()), *projections)
+        y.backward(dy)
+        right = {"what attention makes of it": own(y, Shard(-1))}
+        right["the gradient of x"] = own(x.grad, layout)
         right["the gradient of the norm's weight"] = norm.weight.grad
-        yield f"{layout}, {tokens} tokens", partial(see, layout, x.detach(), dy), right
+        mine = own(x, layout).requires_grad_()
+        yield f"{layout}, {tokens} tokens", partial(see, layout, mine, own(dy, Shard(-1))), right
 
 
 def qk_norm_style(group, seed):
@@ -111,30 +109,23 @@ def qk_norm_style(group, seed):
     P, rank, s, d = group.size(), group.rank(), uneven(), uneven()
 
     def see(x, weight, dys, lab, eye):
-        norm, mine = norm_with(weight), x.clone().requires_grad_()
+        norm = norm_with(weight)
         parallelize_module(norm, mesh, lab.QKNormParallel())
-        with Collectives() as traffic:
-            for dy in dys:
-                y = norm(mine)
-                eye.note("y lies as", placed(y))
-                if not eye.goes_on():
-                    return
-                y.backward(dy)
-        eye.note("y", y)
-        eye.note("the gradient of x", mine.grad)
-        for op, (_, nbytes) in traffic.ops.items():  # the weight's gradient may be sent, twice
-            eye.note(f"bytes that {op} moves", Most(max(0, nbytes - 2 * weight.nbytes)))
+        eye.note("y lies as", placed(norm(x)))
+        if not eye.goes_on():
+            return
+        eye.call(norm, {"x": x.requires_grad_()}, "y", dys[:1])
+        for dy in dys:
+            norm(x).backward(dy)
         eye.note("the weight is a DTensor", isinstance(norm.weight, DTensor))
         eye.note("the gradient of the weight", full(norm.weight.grad))
-        eye.note("x is overwritten", not torch.equal(mine, x))
         eye.note("y in bfloat16", norm.bfloat16()(x.bfloat16()))
 
-    cases = ("Qwen3, (b, s, heads/P, d)", 2), ("Gemma3, (b, heads/P, s, d)", 1)
-    for title, cut in cases:
+    for title, cut in ("Qwen3, (b, s, heads/P, d)", 2), ("Gemma3, (b, heads/P, s, d)", 1):
         x, weight = randn(2, 2 * P, s, d).movedim(1, cut).requires_grad_(), randn(d)
         norm, dys = norm_with(weight), [randn(x.shape), randn(x.shape)]
-        for dy in dys:
-            y = norm(x)
+        for dy in reversed(dys):
+            x.grad, y = None, norm(x)
             y.backward(dy)
         own = [t.detach().chunk(P, cut)[rank].clone() for t in (x, *dys, y, x.grad)]
         right = {"y": own[3], "the gradient of x": own[4]}
@@ -183,7 +174,7 @@ def fused_style(group, seed):
             given = {"model": model, "name": name, "tensor": gathered}
             eye.call(lab.whole, given, f"whole() of {name[2:]}")
         for more in (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, -1, 0):
-            uneven = tuple(2 * world + rows for rows in more)
+            uneven = [2 * world + rows for rows in more]
             refused = refusal(ValueError, lab.fused_order, uneven, world) is not None
             eye.note(f"blocks of {uneven} rows over {world} ranks are refused", refused)
 
@@ -226,46 +217,42 @@ def translate_hf_plan(group, seed):
     def see(how, lab, eye):
         model = with_strings(*how)
         before = dict(model.config.base_model_tp_plan), dict(type(model)._tp_plan)
-        plan = lab.hf_plan(model)
+        try:
+            plan = lab.hf_plan(model)
+        except ValueError as problem:
+            named = [word for change in how[1:] for word in change if word in str(problem)]
+            eye.note("the list of what a refusal names", named)
+            eye.note("the refusal names made_up", "made_up" in str(problem))
+            return
         note_plan(eye, plan, finished.hf_plan(with_strings(*how)))
         eye.note("two modules share a style", len(set(map(id, plan.values()))) < len(plan))
         after = model.config.base_model_tp_plan, type(model)._tp_plan
         eye.note("transformers' own plan is overwritten", before != after)
 
-    def see_refusal(how, name, lab, eye):
-        message = refusal(ValueError, lab.hf_plan, with_strings(*how)) or ""
-        named = [word for word in ("made_up", name) if word in message]
-        eye.note("the list of what a refusal names", named)
-
-    table, mlp = {"embed_tokens": "embedding_colwise"}, "layers.*.mlp"
-    yield "Qwen3", partial(see, ("qwen3", {}, {}))
-    yield "Phi3", partial(see, ("phi3", {}, {}))
-    yield "more strings", partial(see, ("llama", table, {"score": "rowwise"}))
-    for style in "colwise", "colwise_rep":
-        yield f"lm_head {style}", partial(see, ("llama", {}, {"lm_head": style}))
-    yield "a made-up string", partial(see_refusal, ("llama", {mlp: "made_up"}, {}), mlp)
-    of_class = "llama", {}, {"lm_head": "made_up"}
-    yield "a made-up string of the class", partial(see_refusal, of_class, "lm_head")
+    cases = {  # title: (family, strings more in its config, in its class)
+        "Qwen3": ("qwen3", {}, {}),
+        "Phi3": ("phi3", {}, {}),
+        "more strings": ("llama", {"embed_tokens": "embedding_colwise"}, {"score": "rowwise"}),
+        "lm_head colwise": ("llama", {}, {"lm_head": "colwise"}),
+        "lm_head colwise_rep": ("llama", {}, {"lm_head": "colwise_rep"}),
+        "a made-up string": ("llama", {"layers.*.mlp": "made_up"}, {}),
+        "a made-up string of the class": ("llama", {}, {"lm_head": "made_up"}),
+    }
+    for title, how in cases.items():
+        yield title, partial(see, how)
 
 
 LEVELS = "custom", "Hugging Face", "model-specific", "base"
 
 
-def note_choice(eye, title, right, choose, *args):
-    """Note the level of a choice and whether the plan is `right`, or the error."""
+def outcome(choose, *args):
+    """(level, {module: style in words}) of a choice; (error, None); (level, False) for no dict."""
     try:
         plan, reason = choose(*args)
     except (ValueError, KeyError) as problem:
-        eye.note(f"{title}: the error", type(problem).__name__)
-        path = isinstance(args[-1], str) and args[-1] in str(problem)
-        eye.note(f"{title}: the error names the path", path)
-        return
-    eye.note(f"{title}: the level", [level for level in LEVELS if reason.startswith(level)])
-    eye.note(f"{title}: the plan's type", type(plan).__name__)
-    if not isinstance(plan, dict):
-        return
-    said, other = ({n: describe(style) for n, style in p.items()} for p in (plan, right))
-    eye.note(f"{title}: the plan is another", said != other)
+        return type(problem).__name__, None
+    level = [level for level in LEVELS if reason.startswith(level)]
+    return level, isinstance(plan, dict) and {n: describe(style) for n, style in plan.items()}
 
 
 def choose_plan(group, seed):
@@ -274,32 +261,34 @@ def choose_plan(group, seed):
     for model, name in (wrapped, "LlamaForCausalLM"), (renamed, "Other"), (failing, "Failing"):
         model.__class__ = type(name, (type(llama),), {})
     wrapped.config.model_type = "of_a_framework"
-    given, made = {"norm": finished.sharded_logits()}, finished.qwen3_plan
-    path = finished.__name__
-    choices = {  # title: (the plan, or {} for an error, arguments of choose_plan())
-        "a dict": (given, llama, True, given),
-        "an empty dict, and hf": ({}, llama, False, {}, True),
-        "a function": (made(llama, True), llama, True, made),
-        "a function, and hf": (made(llama, False), llama, False, made, True),
-        "the path of a dict, and hf": (finished.STYLES, llama, False, f"{path}.STYLES", True),
-        "the path of a function": (made(llama, True), llama, True, f"{path}.qwen3_plan"),
-        "a path that leads to nothing": ({}, llama, True, f"{path}.missing"),
-        "a path without a module": ({}, llama, False, "no_such_module.plan"),
-        "hf": (finished.hf_plan(llama), llama, False, None, True),
-        "hf with SP": ({}, llama, True, None, True),
-        "no options": (finished.llama_plan(llama, False), llama),
-        "Llama with SP": (finished.llama_plan(llama, True), llama, True),
-        "another class of its name": (finished.llama_plan(llama, True), wrapped, True),
-        "its class by another name": (finished.base_plan(mistral, False), renamed, False),
-        "a model without a plan, with SP": (finished.base_plan(mistral, True), mistral, True),
-        "a model-specific plan that fails": ({}, failing, False),
+    made, path = finished.qwen3_plan, finished.__name__
+    choices = {  # title: arguments of choose_plan()
+        "a dict": (llama, True, {"norm": finished.sharded_logits()}),
+        "an empty dict, and hf": (llama, False, {}, True),
+        "a function": (llama, True, made),
+        "a function, and hf": (llama, False, made, True),
+        "the path of a dict, and hf": (llama, False, f"{path}.STYLES", True),
+        "the path of a function": (llama, True, f"{path}.qwen3_plan"),
+        "a path that leads to nothing": (llama, True, f"{path}.missing"),
+        "a path without a module": (llama, False, "no_such_module.plan"),
+        "hf": (llama, False, None, True),
+        "hf with SP": (llama, True, None, True),
+        "no options": (llama,),
+        "Llama with SP": (llama, True),
+        "another class of its name": (wrapped, True),
+        "its class by another name": (renamed, False),
+        "a model without a plan, with SP": (mistral, True),
+        "a model-specific plan that fails": (failing, False),
     }
 
     def see(lab, eye):
         fails = {"Failing": lambda model, sequence_parallel: {}["missing"]}
-        with mock.patch.dict(lab.PLANS, fails):
-            for title, (right, *args) in choices.items():
-                note_choice(eye, title, right, lab.choose_plan, *args)
+        with mock.patch.dict(lab.PLANS, fails), mock.patch.dict(finished.PLANS, fails):
+            for title, args in choices.items():
+                level, plan = outcome(lab.choose_plan, *args)
+                _, right = outcome(finished.choose_plan, *args)
+                eye.note(f"{title}: the level, or the error", level)
+                eye.note(f"{title}: the plan is another", plan != right)
 
     yield "every level", see
 

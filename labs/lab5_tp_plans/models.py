@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -99,16 +99,6 @@ def against_one_device(lab, model, plan, group, ids):
         total = nn.utils.get_total_norm([p.grad for p in parameters.values()])
         norms = norm, total.full_tensor().item()
     return errors, forward, backward, norms
-
-
-def uneven_length(mesh):
-    """Tokens that P does not divide, where torch can gather them: a multiple of P otherwise.
-
-    In torch 2.11 such a gather leaves a tensor that is not contiguous, which F.linear refuses.
-    """
-    tokens = torch.ones(2, mesh.size() + 1, 1)
-    gathered = distribute_tensor(tokens, mesh, [Shard(1)]).redistribute(placements=[Replicate()])
-    return 4 * mesh.size() - int(gathered.to_local().is_contiguous())
 
 
 def describe(style):
