@@ -19,26 +19,23 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from labs.kit.cli import UsageError
 from labs.kit.harness import Wrong, on_ranks, relative_error, table
+from labs.kit.models import Float64
 from labs.lab5_tp_plans.lesson import LAYER
 from labs.lab5_tp_plans.models import (
     FAMILIES,
+    MORE,
+    describe,
     full,
     random_ids,
     short,
     step,
     tiny_model,
-    upcasts_in_float64,
 )
 
 LIMIT, RANKS, TOKENS = 1e-10, 2, 16
 OURS, NEMO = "this lab's", "NeMo AutoModel's"
 STRINGS = "Hugging Face's, by torch's styles"  # base_model_tp_plan, translated
 OWN = "Hugging Face's DistributedConfig"  # the same strings, by transformers' own styles
-MORE = {  # families beside those of the lab; what each needs
-    "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0], "tie_word_embeddings": True},
-    "olmo2": {"model_type": "olmo2"},
-    "glm4": {"model_type": "glm4"},
-}
 REFEREED = [*FAMILIES, *MORE]
 BY_NEMO = [family for family in REFEREED if family not in ("phi3", "glm4", "olmo2")]
 
@@ -111,17 +108,25 @@ def as_plan(found, path):
     return found
 
 
-def choose_plan(lab, model, sequence_parallel, custom, hf=False):
-    """lab.choose_plan(); raises ValueError where the caller's plan is none, whatever it does."""
+def plan_of(lab, model, plan, sequence_parallel):
+    """(styles, which and why) of a plan that has one of the names above, or an import path.
+
+    Raises ValueError where the caller's plan is none, whatever it does.
+    """
+    if plan == NEMO:
+        return nemo_plan(lab, model, sequence_parallel), NEMO
+    if plan == OURS and model.config.model_type == "olmo2":
+        return olmo2_plan(lab, model, sequence_parallel), "the referee's"
+    custom = None if plan in (OURS, STRINGS) else plan
     try:
-        plan, reason = lab.choose_plan(model, sequence_parallel, custom, hf)
+        styles, why = lab.choose_plan(model, sequence_parallel, custom, plan == STRINGS)
     except Exception as problem:
         if custom is None or isinstance(problem, ValueError):
             raise
         what = f"{type(problem).__name__}: {problem}"
         how = "use a function(model, sequence_parallel) that returns a dict"
         raise ValueError(f"{custom} is no plan: {what}; {how}") from None
-    return plan if custom is None else as_plan(plan, custom), reason
+    return styles if custom is None else as_plan(styles, custom), why
 
 
 def be_quiet():
@@ -136,17 +141,15 @@ def read(folder, **how):
     torch.manual_seed(0)
     how |= {"dtype": torch.float64, "attn_implementation": "sdpa", "local_files_only": True}
     how |= {"use_safetensors": True, "trust_remote_code": False}  # no code of the folder is run
-    auto = AutoModelForCausalLM
-    return auto.from_pretrained(folder, **how).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, **how).eval()
 
 
 def gradients(model, whole):
     """{name: gradient as one device has it}; tied weights by both of their names."""
     found = {}
     for name, p in model.named_parameters(remove_duplicate=False):
-        found[name] = (
-            whole(name, torch.zeros_like(p) if p.grad is None else p.grad).detach().clone()
-        )
+        grad = torch.zeros_like(p) if p.grad is None else p.grad
+        found[name] = whole(name, grad).detach().clone()
     return found
 
 
@@ -161,78 +164,90 @@ def two_steps(model, whole):
     return found, sent[0]
 
 
+def total_norm(model):
+    """The norm of all gradients, or None: torch refuses DTensors beside plain tensors."""
+    grads = [p.grad for p in model.parameters()]
+    if len({isinstance(grad, DTensor) for grad in grads}) > 1:
+        return None
+    return full(nn.utils.get_total_norm(grads)).item()
+
+
 def judge(group, lab, folder, plan, sequence_parallel):
-    """[{name: relative error} after one microbatch, after two] on this rank, and what was sent."""
-    one = read(folder)
-    with upcasts_in_float64(one):
+    """A row of this rank: which plan, what it sent, and every tensor's error on this rank.
+
+    "errors": [{name: relative error} after one microbatch, after two].
+    """
+    row = {"plan": plan, "chosen": plan, "sequence_parallel": sequence_parallel}
+    with Float64():
+        one = read(folder)
         right, _ = two_steps(one, lambda name, x: x)
         if plan == OWN:
             config = transformers.distributed.DistributedConfig(tp_size=group.size())
             model = read(folder, distributed_config=config)
         else:
             model = read(folder)
-            styles = plan_of(lab, model, plan, sequence_parallel)
+            styles, row["chosen"] = plan_of(lab, model, plan, sequence_parallel)
+            row["entries"] = {name: describe(style) for name, style in styles.items()}
             lab.parallelize(model, DeviceMesh.from_group(group, "cpu"), styles)
-        mine, sent = two_steps(model, lambda name, x: lab.whole(model, name, x))
-    errors = [{name: relative_error(m[name], r[name]) for name in r} for m, r in zip(mine, right)]
-    return errors, sent
+        mine, (row["forward"], row["backward"]) = two_steps(
+            model, lambda name, x: lab.whole(model, name, x)
+        )
+    pairs = zip(mine, right)
+    row["errors"] = [{name: relative_error(m[name], r[name]) for name in r} for m, r in pairs]
+    row["gradient_norm"] = total_norm(one), total_norm(model)
+    return row
 
 
-def plan_of(lab, model, plan, sequence_parallel):
-    """The styles of a plan that has one of the names above, or an import path."""
-    if plan == NEMO:
-        return nemo_plan(lab, model, sequence_parallel)
-    if plan == OURS and model.config.model_type == "olmo2":
-        return olmo2_plan(lab, model, sequence_parallel)
-    custom = None if plan in (OURS, STRINGS) else plan
-    return choose_plan(lab, model, sequence_parallel, custom, plan == STRINGS)[0]
+def verdict_of(ranks):
+    """Of the ranks' rows one: the largest errors of all ranks, "wrong" {name: both}, "verdict"."""
+    row, many = ranks[0] | {"wrong": {}}, [rank["errors"] for rank in ranks]
+    del row["errors"]
+    worst = {n: [max(e[i][n] for e in many) for i in (0, 1)] for n in many[0][0]}
+    row["wrong"] = {name: both for name, both in worst.items() if not max(both) <= LIMIT}
+    row["verdict"] = "WRONG" if row["wrong"] else "right"
+    for name in "logits", "loss":
+        row[name] = max(worst.pop(name))
+    row["gradient"], row["accumulated"] = map(max, zip(*worst.values()))
+    return row
 
 
 def verdict(lab, folder, plan, sequence_parallel):
     """A row: "right", "WRONG", or, without a gradient, "refused", "fails", "absent"; and why."""
+    row = {"plan": plan, "chosen": plan, "sequence_parallel": sequence_parallel}
     if plan == OWN and not find_spec("transformers.distributed.tensor_parallel"):
-        return {"verdict": "absent", "why": f"transformers {transformers.__version__} has none"}
+        why = f"transformers {transformers.__version__} has none"
+        return row | {"verdict": "absent", "why": why}
     if plan == OWN and not find_spec("accelerate"):
-        return {"verdict": "absent", "why": "it needs accelerate, which is not installed"}
+        return row | {"verdict": "absent", "why": "it needs accelerate, which is not installed"}
     try:
-        ranks = on_ranks(RANKS, judge, lab, folder, plan, sequence_parallel, timeout=300)
+        return verdict_of(on_ranks(RANKS, judge, lab, folder, plan, sequence_parallel, timeout=300))
     except Wrong as wrong:
         _, refused, why = wrong.found.partition("ValueError: ")
-        return {"verdict": "refused" if refused else "fails", "why": why or wrong.found}
-    (_, (forward, backward)), errors = ranks[0], []
-    for after in (0, 1):  # microbatches 1 and 2: the worst rank
-        errors.append({n: max(found[after][n] for found, _ in ranks) for n in ranks[0][0][0]})
-    row = {"forward": forward, "backward": backward}
-    for name in ("logits", "loss"):
-        row[name] = max(found.pop(name) for found in errors)
-    row["gradient"], row["accumulated"] = (max(found.values()) for found in errors)
-    row["wrong"] = {n: [found[n] for found in errors] for n in errors[0]}
-    row["wrong"] = {n: both for n, both in row["wrong"].items() if not max(both) <= LIMIT}
-    good = not row["wrong"] and max(row["logits"], row["loss"]) <= LIMIT
-    return row | {"verdict": "right" if good else "WRONG"}
+        return row | {"verdict": "refused" if refused else "fails", "why": why or wrong.found}
 
 
-def make_folder(model, folder):
+def make_folder(model, scratch):
     """A folder with a model's config and weights: a family's, or those that are in a folder."""
     be_quiet()
+    folder = Path(scratch, Path(model).name)
+    if folder.exists():
+        return str(folder)
     if model in REFEREED:
-        changes = {"sliding_window": 5} if model == "mistral" else MORE.get(model, {})
-        model = tiny_model(model if model in FAMILIES else "llama", **changes)
+        made = tiny_model(model)
     else:
         try:
-            config = AutoConfig.from_pretrained(
-                model, local_files_only=True, trust_remote_code=False
-            )
+            how = {"local_files_only": True, "trust_remote_code": False}
+            config = AutoConfig.from_pretrained(model, **how)
             if [*Path(model).glob("*.safetensors")]:
                 return str(model)
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config)  # random weights: none are there
+            made = AutoModelForCausalLM.from_config(config)  # random weights: none are there
         except Exception as problem:  # of many kinds
             first = str(problem).partition("\n")[0]
             use = "use a folder whose config.json is of a causal language model of transformers"
             raise UsageError(f"--model {model}: {first}; {use}") from None
-    model.double().save_pretrained(folder)
-    return folder
+    made.double().save_pretrained(folder)
+    return str(folder)
 
 
 def asked_for(args):
@@ -254,49 +269,45 @@ def asked_for(args):
     return cases
 
 
-def sent(ops):
-    """{op: [calls, bytes]} in a few letters: 5 AG 5 RS, 31 kB."""
-    total = sum(size for _, size in ops.values())
-    return f"{short(ops)}, {total / 1e3:.1f} kB"
+def tp_or_sp(row):
+    return "SP" if row["sequence_parallel"] else "TP"
 
 
 def cells(row):
-    """A row's columns, for the table here and that of results/README.md."""
-    begin = [row["model"], "SP" if row["sequence_parallel"] else "TP", row["plan"], row["verdict"]]
-    if "why" in row:
-        return [*begin, "", "", row["why"], ""]
+    """A row's columns, below HEAD."""
+    begin = [row["model"], tp_or_sp(row), row["chosen"], row["verdict"]]
+    if "why" in row:  # which may be long
+        return [*begin, "", "", "", row["why"][:64], ""]
     names = [name.removeprefix("model.") for name in row["wrong"]]
-    both = [f"{row[name]:.0e}" for name in ("gradient", "accumulated")]
+    errors = [f"{row[name]:.0e}" for name in ("logits", "gradient", "accumulated")]
     more = f" and {len(names) - 1} more" if names[1:] else ""
-    messages = f"{sent(row['forward'])}; {sent(row['backward'])}"
-    return [*begin, *both, f"{names[0]}{more}" if names else "", messages]
+    messages = f"{short(row['forward'])} | {short(row['backward'])}"
+    return [*begin, *errors, f"{names[0]}{more}" if names else "", messages]
 
 
-HEAD = ["model", "", "plan", "verdict", "1 batch", "2 added", "wrong, or why", "forward; backward"]
+HEAD = ["model", "", "which plan, and why", "verdict", "logits", "1 batch", "2 added"]
+HEAD += ["wrong, or why", "messages"]
+
+
+def print_verdicts(rows):
+    print(f"\n{RANKS} ranks, float64, beside one device: the largest relative error of the logits,")
+    print("and of a parameter's gradient after one microbatch, and after a second has been added")
+    table(HEAD, *map(cells, rows))
+    print(f"\n  right: at most {LIMIT:.0e}. messages: forward | backward. AR all-reduce,")
+    print("  AG all-gather, RS reduce-scatter; 3 AR are the sharded loss's, of a number a token")
 
 
 def referee(lab, args):
     """Every case's verdict, printed; "passed": no plan of this lab or the caller is WRONG."""
-    cases, rows = asked_for(args), []
+    rows, bad = [], {args.plan: ("WRONG", "fails", "refused"), OURS: ("WRONG", "fails")}
     with tempfile.TemporaryDirectory() as scratch:
-        for model, plan, sequence_parallel in cases:
-            place = Path(scratch, Path(model).name)
-            folder = str(place) if place.exists() else make_folder(model, str(place))
-            row = {"model": model, "plan": plan, "sequence_parallel": sequence_parallel}
-            rows.append(row | verdict(lab, folder, plan, sequence_parallel))
-            if plan == args.plan and rows[-1]["verdict"] == "refused":
-                raise UsageError(rows[-1]["why"])
-    print(f"\n{RANKS} ranks, float64: the largest relative error of a parameter's gradient,")
-    print(f"after one microbatch and after two. Right: at most {LIMIT:.0e}")
-    lines = [HEAD, *map(cells, rows)]
-    table(*([*row[:6], row[6][:64], row[7]] for row in lines))  # reasons may be long
-    off = [
-        f"{row['model']}, {row['plan']}, {row['verdict']}"
-        for row in rows
-        if row["plan"] == args.plan
-        and row["verdict"] != "right"
-        or row["plan"] == OURS
-        and row["verdict"] in ("WRONG", "fails")
-    ]
-    print(f"\n{'FAIL' if off else 'PASS'} referee: {'; '.join(off) or f'{len(rows)} verdicts'}")
-    return {"referee": rows, "limit": LIMIT, "table": lines, "passed": not off}
+        for model, *case in asked_for(args):
+            row = verdict(lab, make_folder(model, scratch), *case)
+            rows.append({"model": model} | row)
+            if row["plan"] == args.plan and row["verdict"] == "refused":
+                raise UsageError(row["why"])
+    print_verdicts(rows)
+    off = [row for row in rows if row["verdict"] in bad.get(row["plan"], ())]
+    said = [f"{row['model']}, {row['plan']}, {row['verdict']}" for row in off]
+    print(f"\n{'FAIL' if off else 'PASS'} referee: {'; '.join(said) or f'{len(rows)} verdicts'}")
+    return {"referee": rows, "limit": LIMIT, "passed": not off}

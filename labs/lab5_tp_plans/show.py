@@ -3,10 +3,10 @@
 import argparse
 import os
 import sys
+import tempfile
 from pathlib import Path
 
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import SequenceParallel
 
@@ -15,17 +15,21 @@ from labs.kit.harness import Wrong, on_ranks, table
 from labs.kit.pictures import BLUE, GREEN, GREY, ORANGE, RED, SKY, picture
 from labs.kit.tools import Kept
 from labs.lab5_tp_plans import lesson as finished  # for an option, before there is a learner's
-from labs.lab5_tp_plans.models import (
-    FAMILIES,
-    TOLERANCE,
-    against_one_device,
-    describe,
-    random_ids,
-    short,
-    step,
-    tiny_model,
+from labs.lab5_tp_plans.models import FAMILIES, random_ids, short, step, tiny_model
+from labs.lab5_tp_plans.referee import (
+    LIMIT,
+    NEMO,
+    OURS,
+    REFEREED,
+    STRINGS,
+    as_plan,
+    judge,
+    make_folder,
+    print_verdicts,
+    referee,
+    tp_or_sp,
+    verdict_of,
 )
-from labs.lab5_tp_plans.referee import NEMO, REFEREED, as_plan, choose_plan, nemo_plan, referee
 
 
 def plain_norms_plan(lab, model):
@@ -35,41 +39,20 @@ def plain_norms_plan(lab, model):
     return plan | {"lm_head": lab.sharded_logits(Shard(1))}
 
 
-def prove(group, lab, family, sequence_parallel, custom, hf, seed):
-    """A row of the families' table: a plan chosen, applied, compared with one device."""
-    model = tiny_model(family, seed)
-    if custom == NEMO:
-        plan, reason = nemo_plan(lab, model, sequence_parallel), NEMO
-    else:
-        plan, reason = choose_plan(lab, model, sequence_parallel, custom, hf)
-    row = {"family": family, "sequence_parallel": sequence_parallel, "plan": reason}
-    row["entries"] = {name: describe(style) for name, style in plan.items()}
-    ids = random_ids(seed, 16)
-    errors, forward, backward, norms = against_one_device(lab, model, plan, group, ids)
-    row["gradient_norm"] = norms
-    row["wrong"] = sorted(name for name, error in errors.items() if not error <= TOLERANCE)
-    row["logits"], row["loss"] = errors.pop("logits"), errors.pop("loss")
-    row["worst"], row["gradient"] = max(errors.items(), key=lambda item: item[1])
-    return row | {"forward": forward.ops, "backward": backward.ops}
-
-
-def prove_all(group, lab, cases, seed):
-    """prove() for each (family, sequence_parallel, custom, hf)."""
-    return [prove(group, lab, *case, seed) for case in cases]
+def judge_all(group, lab, cases):
+    """This rank's row of each (folder, plan, sequence_parallel)."""
+    return [judge(group, lab, *case) for case in cases]
 
 
 def asked_for(args):
-    """(cases for prove(), whether they are of one family) that the command line asks for."""
-    if args.model not in (None, *FAMILIES):
-        choose = f"add --referee, or use one of {', '.join(FAMILIES)}"
-        raise UsageError(f"--model {args.model}: {choose}")
+    """([(model, plan, sequence_parallel)], whether they are of one model) that args ask for."""
     if args.model or args.sp or args.plan or args.hf_plan:
-        family = args.model or "llama"
-        cases = [(family, args.sp, args.plan, args.hf_plan)]
-        return cases + [(family, args.sp, NEMO, False)] * (family in ("qwen3", "gemma3")), True
-    cases = [(family, sp, None, False) for family in FAMILIES for sp in (False, True)]
-    cases += [(family, False, None, True) for family in ("qwen3", "phi3")]
-    cases += [(family, sp, NEMO, False) for family in ("qwen3", "gemma3") for sp in (False, True)]
+        model = args.model or "llama"
+        cases = [(model, args.plan or (STRINGS if args.hf_plan else OURS), args.sp)]
+        return cases + [(model, NEMO, args.sp)] * (model in ("qwen3", "gemma3")), True
+    cases = [(family, OURS, sp) for family in FAMILIES for sp in (False, True)]
+    cases += [(family, STRINGS, False) for family in ("qwen3", "phi3")]
+    cases += [(family, NEMO, sp) for family in ("qwen3", "gemma3") for sp in (False, True)]
     return cases, False
 
 
@@ -77,44 +60,30 @@ def families(lab, args):
     """Which plan each family gets and what comes out; returns (rows, what is off)."""
     cases, single = asked_for(args)
     try:
-        rows = on_ranks(2, prove_all, lab, cases, args.seed, timeout=120)[0]
+        with tempfile.TemporaryDirectory() as scratch:
+            inputs = [(make_folder(model, scratch), *case) for model, *case in cases]
+            found = on_ranks(2, judge_all, lab, inputs, timeout=120)
     except Wrong as wrong:
         _, refused, message = wrong.found.partition("ValueError: ")
         if args.plan and refused:  # the user's plan, not the lab's
             raise UsageError(message) from None
         raise
+    rows = [{"model": model} | verdict_of(ranks) for (model, *_), ranks in zip(cases, zip(*found))]
     if single:
         print(f"\nThe plan of {cases[0][0]}{' with sequence parallelism' if args.sp else ''}")
-        print(f"  chosen: {rows[0]['plan']}")
+        print(f"  chosen: {rows[0]['chosen']}")
         table(["module", "style"], *rows[0]["entries"].items())
-    else:
-        print("\nEvery family on 2 ranks, against one device: relative errors")
-    lines = [["model", "", "which plan, and why", "logits", "gradients", "worst", "messages"]]
-    for row in rows:
-        lines.append([row["family"], tp_or_sp(row), row["plan"]])
-        lines[-1] += [f"{row['logits']:.0e}", f"{row['gradient']:.0e}"]
-        lines[-1].append(row["worst"].removeprefix("model."))
-        lines[-1].append(f"{short(row['forward'])} | {short(row['backward'])}")
-    table(*lines)
-    print("\n  messages: forward | backward. AR all-reduce, AG all-gather, RS reduce-scatter; 3 AR")
-    print("  are the sharded loss's, of a number a token")
+    print_verdicts(rows)
     return rows, [found for found in map(what_is_off, rows) if found]
-
-
-def tp_or_sp(row):
-    return "SP" if row["sequence_parallel"] else "TP"
 
 
 def what_is_off(row):
     """What of a row is not as the lab says: NeMo's q_norm and k_norm are wrong, all else right."""
-    name = f"{row['family']} {tp_or_sp(row)}, {kind_of(row)}"
-    if row["plan"] != NEMO:
-        return f"{name}: {', '.join(row['wrong'][:3])}" if row["wrong"] else ""
-    if not row["wrong"]:
-        return f"{name}: no gradient is wrong"
-    norms = "q_norm.weight", "k_norm.weight"
-    others = [text for text in row["wrong"] if not text.endswith(norms)]
-    return f"{name}: {', '.join(others[:3])}" if others else ""
+    norms = ("q_norm.weight", "k_norm.weight") if row["plan"] == NEMO else ()
+    others = [name for name in row["wrong"] if not name.endswith(norms)]
+    if norms and not row["wrong"]:
+        others = ["no gradient is wrong"]
+    return f"{row['model']} {tp_or_sp(row)}, {row['plan']}: {', '.join(others)}" if others else ""
 
 
 MEASURED = {"hidden_size": 128, "intermediate_size": 448, "head_dim": 8, "num_attention_heads": 16}
@@ -124,7 +93,7 @@ TP, GATHERED, PLAIN = WAYS = "TP", "SP, gathered after the norm", "SP, plain"
 
 def saved_and_sent(group, lab):
     """{way: {"saved", "forward", "backward"}} of a Llama; saved: without lm_head and loss."""
-    mesh, ids, found = init_device_mesh("cpu", (dist.get_world_size(),)), random_ids(0, 128, 64), {}
+    mesh, ids, found = DeviceMesh.from_group(group, "cpu"), random_ids(0, 128, 64), {}
     for way in WAYS:
         model = tiny_model("llama", **MEASURED)
         plan = lab.llama_plan(model, way == GATHERED)
@@ -163,9 +132,10 @@ def memory(lab):
     return rows, off
 
 
-def calls(found):
-    """How many messages a step takes."""
-    return sum(count for phase in ("forward", "backward") for count, _ in found[phase].values())
+def calls(found, ops=None):
+    """How many messages a step takes, of some kinds or of all."""
+    sent = [item for phase in ("forward", "backward") for item in found[phase].items()]
+    return sum(count for op, (count, _) in sent if ops is None or op in ops)
 
 
 def experiment(lab, args):
@@ -174,14 +144,7 @@ def experiment(lab, args):
     return {"failed": wrong + more, "families": rows, "memory": saved}
 
 
-def kind_of(row):
-    """Whose plan a row is about."""
-    if row["plan"] == NEMO:
-        return "NeMo AutoModel's plan"
-    return "Hugging Face's" if row["plan"].startswith("Hugging Face") else "this lab's"
-
-
-KINDS = {"NeMo AutoModel's plan": RED, "Hugging Face's": GREEN, "this lab's": BLUE}
+KINDS = {NEMO: RED, STRINGS: GREEN, OURS: BLUE}
 
 
 def draw(results, path):
@@ -192,17 +155,17 @@ def draw(results, path):
 
 
 def draw_errors(axis, rows):
-    labels = [f"{row['family']} {tp_or_sp(row)}" for row in rows]
+    labels = [f"{row['model']} {tp_or_sp(row)}" for row in rows]
     names = list(dict.fromkeys(labels))
     look = {"linestyle": "none", "marker": "o", "markersize": 8, "alpha": 0.85}
-    for shift, (kind, color) in zip((0, 0.35, 0), KINDS.items()):  # no point hides another
-        picked = [(label, row) for label, row in zip(labels, rows) if kind_of(row) == kind]
+    for kind in dict.fromkeys(row["plan"] for row in rows):
+        picked = [(label, row) for label, row in zip(labels, rows) if row["plan"] == kind]
+        shift = 0.35 * (kind == STRINGS)  # no point hides another
+        places = [names.index(label) + shift for label, _ in picked]
         errors = [row["gradient"] for _, row in picked]
-        if picked:
-            places = [names.index(label) + shift for label, _ in picked]
-            axis.plot(errors, places, color=color, label=kind, **look)
-    axis.axvline(TOLERANCE, color=GREY, lw=1, ls="--")
-    axis.text(TOLERANCE, len(names) - 0.4, " tolerance", color=GREY, va="center")
+        axis.plot(errors, places, color=KINDS.get(kind, BLUE), label=kind, **look)
+    axis.axvline(LIMIT, color=GREY, lw=1, ls="--")
+    axis.text(LIMIT, len(names) - 0.4, " limit", color=GREY, va="center")
     axis.set(xscale="log", yticks=range(len(names)), yticklabels=names, ylim=(len(names), -0.6))
     axis.set(xlabel="largest relative error of a parameter's gradient")
     axis.set_title("Plans: every gradient against one device", loc="left")
@@ -226,20 +189,15 @@ def draw_savings(axis, rows):
     axis.legend(frameon=False, loc="upper left")
 
 
-def edges_of(row):
-    """All-gathers and reduce-scatters of a step."""
-    ops = [
-        (op, count) for phase in ("forward", "backward") for op, (count, _) in row[phase].items()
-    ]
-    return sum(count for op, count in ops if op in ("all_gather", "reduce_scatter"))
-
-
 PREDICT = (
     "how many all-gathers and reduce-scatters does a step of a 2-layer Llama take under SP, "
     "forward and backward together, if x is gathered after each norm?",
     "4 (2 L + 1): a layer has two blocks, embed_tokens and lm_head count as one more; each "
     "block has an all-gather and a reduce-scatter, and the backward has as many",
-    lambda results: edges_of(next(r for r in results["memory"] if r["way"] == GATHERED)),
+    lambda results: calls(
+        next(row for row in results["memory"] if row["way"] == GATHERED),
+        ("all_gather", "reduce_scatter"),
+    ),
 )
 
 
