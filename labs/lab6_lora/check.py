@@ -1,9 +1,8 @@
-"""Lab 6's exercises: their cases. Values and gradients are one device's; bytes the finished lab's.
+"""Lab 6's exercises: their cases. What one device says of the layers, the lab's run compares.
 
 3 ranks have unequal shares of every size; of 2, which compute in float64, one has nothing of r = 1.
 """
 
-import copy
 import itertools
 from functools import partial
 
@@ -15,10 +14,9 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from labs.kit.eye import Most
-from labs.kit.harness import Traffic
 from labs.kit.inputs import draw_from
 from labs.kit.judge import checks
-from labs.kit.tools import noted_waits, refusal
+from labs.kit.tools import refusal
 from labs.lab6_lora import lesson as finished  # not the learner's
 
 SUBGROUP = True  # the group is not the world, and has other rank numbers
@@ -43,16 +41,13 @@ def named(way, parallel):
     return f"{way}, {'SP' if parallel else 'TP'}"
 
 
-def one_device(randn, tokens, features_in, features_out, rank, bias=True):
-    """A LoRALinear, x (2, tokens, i), y (2, tokens, o), their gradients; A's and B's in .grad."""
+def lora_linear(randn, features_in, features_out, rank, bias=True):
+    """A LoRALinear of random numbers: B is not zero."""
     linear = nn.Linear(features_in, features_out, bias)
     full = finished.LoRALinear(linear, rank, 1 + abs(randn(())).item())
     for parameter in full.parameters():
         parameter.data = randn(parameter.shape)
-    x = randn(2, tokens, features_in).requires_grad_()
-    y, dy = full(x), randn(2, tokens, features_out)
-    y.backward(dy)
-    return full, x.detach(), y.detach(), x.grad, dy
+    return full
 
 
 # ---- Layers --------------------------------------------------------------------------------------
@@ -76,22 +71,17 @@ def see_layer(kind, full, group, way, parallel, x, dy, lab, eye):
 
 def layer_cases(kind, group, seed):
     """A layer in every way, with TP and SP: r = 4 and a bias on 3 ranks, r = 1 and none on 2."""
-    column, r = kind == "ColumnParallelLoRA", 4 if group.size() == 3 else 1
     for way, parallel in EACH_WAY:
         uneven, randn = draw_from(seed, group)
         P, i, o = group.size(), uneven(), uneven()
-        full, x, y, dx, dy = one_device(randn, P * uneven(), i, o, r, bias=P == 3)
-        layer = getattr(finished, kind)(full, group, way, parallel)
+        full = lora_linear(randn, i, o, 4 if P == 3 else 1, bias=P == 3)
+        s = P * uneven()
         tokens = partial(share, dim=1 if parallel else None, group=group)
         features = partial(share, dim=-1, group=group)
+        column = kind == "ColumnParallelLoRA"
         enters, leaves = (tokens, features) if column else (features, tokens)
-        right = {"y": leaves(y), "the gradient of x": enters(dx)}
-        for name, dim in layer.cut.items():
-            end = ", summed" if name in layer.partial else ""
-            grad = share(getattr(full, name).weight.grad, dim, group)
-            right[f"the gradient of {name}{end}"] = grad
-        call = full, group, way, parallel, enters(x).requires_grad_(), leaves(dy)
-        yield named(way, parallel), partial(see_layer, kind, *call), right
+        x, dy = enters(randn(2, s, i)).requires_grad_(), leaves(randn(2, s, o))
+        yield named(way, parallel), partial(see_layer, kind, full, group, way, parallel, x, dy)
 
 
 # ---- Gradients to be summed, and the adapter as it is saved --------------------------------------
@@ -101,7 +91,7 @@ def three_layers(randn, parallel):
     """[(kind, way or None for the case's, LoRALinear)]: layers of two kinds, and a sharded one."""
     sizes = (11, 13, 4) if parallel else (12, 15, 6)  # 3 ranks have equal shards, or not
     kinds = ("ColumnParallelLoRA", None), ("RowParallelLoRA", None), ("RowParallelLoRA", SHARDED)
-    return [(kind, way, one_device(randn, 6, *sizes)[0]) for kind, way in kinds]
+    return [(kind, way, lora_linear(randn, *sizes)) for kind, way in kinds]
 
 
 def made(lab, layers, group, way, parallel):
@@ -110,33 +100,23 @@ def made(lab, layers, group, way, parallel):
 
 def sum_partial_gradients(group, seed):
     _, randn = draw_from(seed, group)
-    P, rank = group.size(), group.rank()
 
-    def see(layers, way, parallel, grads, lab, eye):
+    def see(layers, way, parallel, lab, eye):
         mine = made(lab, layers, group, way, parallel)
-        trained = [p for layer in mine for p in (layer.lora_A, layer.lora_B)]
-        for p, each in zip(trained, grads, strict=True):
-            p.grad = each[rank].clone()
-        with Traffic() as traffic, noted_waits() as waits:
-            lab.sum_partial_gradients(mine, group)
-        eye.note_traffic("in all", traffic, waits)
-        eye.note("messages", Most(sum(calls for calls, _ in traffic.ops.values())))
+        numbers = torch.Generator().manual_seed(seed + group.rank())
+        for layer in mine:
+            for p in layer.lora_A, layer.lora_B:
+                p.grad = torch.randn(p.shape, generator=numbers, dtype=p.dtype)
+        eye.call(lab.sum_partial_gradients, {"layers": mine, "group": group})
+        eye.note("messages", Most(eye.seen.get("forward: calls of all_reduce", 0)))
         for number, layer in enumerate(mine):
             for name in layer.cut:
                 what = "summed" if name in layer.partial else "not summed"
                 eye.note(f"layer {number}, {name}: grad, {what}", getattr(layer, name).grad)
 
     for way, parallel in EACH_WAY:
-        layers, grads, right = three_layers(randn, parallel), [], {}
-        for number, layer in enumerate(made(finished, layers, group, way, parallel)):
-            for name, dim in layer.cut.items():
-                each = [share(randn(layer.shapes[name]), dim, group) for _ in range(P)]
-                if name in layer.partial:
-                    right[f"layer {number}, {name}: grad, summed"] = sum(each)
-                else:
-                    right[f"layer {number}, {name}: grad, not summed"] = each[rank]
-                grads.append(each)
-        yield named(way, parallel), partial(see, layers, way, parallel, grads), right
+        layers = three_layers(randn, parallel)
+        yield named(way, parallel), partial(see, layers, way, parallel)
 
 
 def save_adapter(group, seed):
@@ -148,26 +128,21 @@ def save_adapter(group, seed):
             adapter = lab.full_adapter(layer)
             eye.note(f"{what}: what the adapter names", sorted(adapter))
             for name, saved in adapter.items():
+                getattr(layer, name).data.zero_()  # of which a copy sees nothing
                 eye.note(f"{what}: {name} as saved", saved)
                 eye.note(f"{what}: {name} as saved is trained", saved.requires_grad)
-                own = getattr(layer, name).untyped_storage().data_ptr()
-                same = saved.untyped_storage().data_ptr() == own
-                eye.note(f"{what}: {name} as saved is the parameter", same)
-            given = {name: getattr(full, name).weight.detach().clone() for name in layer.cut}
-            linear, adapter = copy.deepcopy(full), copy.deepcopy(given)
-            merged = lab.merge_adapter(linear, adapter, full.scale)
-            eye.note(f"{what}: y of the merged layer", merged(x))
-            eye.note(f"{what}: a graph is at merged.weight", not merged.weight.is_leaf)
-            eye.note(f"{what}: linear is overwritten", not torch.equal(linear.weight, full.weight))
-            same = all(map(torch.equal, adapter.values(), given.values()))
-            eye.note(f"{what}: the adapter is overwritten", not same)
+            given = {name: getattr(full, name).weight.detach() for name in layer.cut}
+            for which in "the merged layer", "a second one of the same linear and adapter":
+                merged = lab.merge_adapter(full, given, full.scale)
+                eye.note(f"{what}: y of {which}", merged(x))
+                eye.note(f"{what}: a graph is at merged.weight", not merged.weight.is_leaf)
 
     for way, parallel in EACH_WAY:
         layers, right = three_layers(randn, parallel), {}
         x = randn(2, uneven(), layers[0][2].in_features)
         for number, (_, _, full) in enumerate(layers):
             for name in "lora_A", "lora_B":
-                whole = getattr(full, name).weight.detach()
+                whole = getattr(full, name).weight.detach().clone()
                 right[f"layer {number}: {name} as saved"] = whole
             right[f"layer {number}: y of the merged layer"] = full(x).detach()
         yield named(way, parallel), partial(see, layers, way, parallel, x), right

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from labs.kit.cli import positive
-from labs.kit.harness import Traffic, on_ranks, table
+from labs.kit.harness import Traffic, on_ranks, relative_error, table
 from labs.kit.pictures import RANKS, RED, SKY, draw_matrix, picture
 from labs.kit.tools import Kept
 from labs.lab6_lora.check import MLP
@@ -36,23 +36,15 @@ def parallel_mlp(lab, model, *how):
     return MLP(lab.ColumnParallelLoRA(model.up, *how), lab.RowParallelLoRA(model.down, *how))
 
 
-def reference(model, seed):
-    """{name: tensor}: x, y, dx, dy (1, tokens, hidden), the adapters' gradients on one device."""
-    numbers = torch.Generator().manual_seed(seed + 1)
+def ways_on_rank(group, lab, seed, rank):
+    """This rank's rows: each way with TP and SP, against one device."""
+    numbers, rows = torch.Generator().manual_seed(seed + 1), []
     x, dy = (torch.randn(1, TOKENS, HIDDEN, generator=numbers) for _ in range(2))
-    y = model(x.requires_grad_())
-    y.backward(dy)
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    return {"x": x.detach(), "y": y.detach(), "dx": x.grad, "dy": dy, **grads}
-
-
-def ways_on_rank(group, lab, seed, rank, right):
-    """This rank's rows: each way with TP and SP, against right, what reference() returns."""
-    world, x, dy, rows = group.size(), right["x"], right["dy"], []
+    one = lora_mlp(lab, seed, HIDDEN, FEATURES, rank)
+    right = one(x.requires_grad_())
+    right.backward(dy)
     for way, parallel in itertools.product(WAYS, (False, True)):
-        one = lora_mlp(lab, seed, HIDDEN, FEATURES, rank)
         model = parallel_mlp(lab, one, group, way, parallel)
-        layers = {"up": model.up, "down": model.down}
         tokens = partial(share, dim=1 if parallel else None, group=group)
         mine = tokens(x).requires_grad_()
         with Traffic() as forward:
@@ -62,19 +54,18 @@ def ways_on_rank(group, lab, seed, rank, right):
         with Traffic() as backward:
             y.backward(tokens(dy))
         with Traffic() as step:
-            lab.sum_partial_gradients(layers.values(), group)
-        parts = {"y": (y.detach(), tokens), "dx": (mine.grad, tokens)}
-        for name, layer in layers.items():
-            for factor, dim in layer.cut.items():
-                cut = partial(share, dim=dim, group=group)
-                parts[f"{name}.{factor}.weight"] = getattr(layer, factor).grad, cut
-        pairs = [(part, cut(right[name])) for name, (part, cut) in parts.items()]
-        errors = [torch.norm(a - b) / torch.norm(b).clamp(min=1e-9) for a, b in pairs]
+            lab.sum_partial_gradients([model.up, model.down], group)
+        pairs = [(y, tokens(right)), (mine.grad, tokens(x.grad))]
+        for layer, full in (model.up, one.up), (model.down, one.down):
+            for name, dim in layer.cut.items():
+                grad = getattr(full, name).weight.grad
+                pairs.append((getattr(layer, name).grad, share(grad, dim, group)))
         moved = [{op: sent for op, (_, sent) in t.ops.items()} for t in (forward, backward, step)]
         ops = ("all_gather", "reduce_scatter") if parallel else ("all_reduce",)
         base = Counter(dict.fromkeys(ops, 4 * TOKENS * HIDDEN))  # what the frozen layers send
-        row = {"ranks": world, "rank": group.rank(), "way": way, "sequence_parallel": parallel}
-        row |= {"error": max(errors).item(), "step": moved[2], "kept": kept.bytes}
+        row = {"ranks": group.size(), "rank": group.rank(), "way": way}
+        row |= {"sequence_parallel": parallel, "step": moved[2], "kept": kept.bytes}
+        row["error"] = max(relative_error(a, b) for a, b in pairs)
         row["forward"], row["backward"] = (dict(Counter(sent) - base) for sent in moved[:2])
         row["trained"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
         rows.append(row)
@@ -96,9 +87,8 @@ def asked(rows):
 def ways(lab, args):
     """Every way against one device: (rows, what is off)."""
     r, rows = args.lora_rank, []
-    right = reference(lora_mlp(lab, args.seed, HIDDEN, FEATURES, r), args.seed)
     for world in 2, 3:
-        ranks = on_ranks(world, ways_on_rank, lab, args.seed, r, right)
+        ranks = on_ranks(world, ways_on_rank, lab, args.seed, r)
         rows += [row for case in zip(*ranks) for row in case]
     print(f"\nMLP {HIDDEN} -> {FEATURES} -> {HIDDEN}, r = {r}, {TOKENS} tokens: the adapters add")
     lines = [["ranks", "way", "", "off by", "forward, bytes", "backward", "once a step"]]
@@ -173,12 +163,8 @@ def train_on_rank(group, lab, seed, summed):
     model = parallel_mlp(lab, student(lab), group, APART, True)
     tokens = partial(share, dim=1, group=group)
     layers = [model.up, model.down]
-
-    def finish():
-        if summed:
-            lab.sum_partial_gradients(layers, group)
-
-    losses, adamw = train(lab, model, tokens, finish, group)
+    summing = partial(lab.sum_partial_gradients, layers, group)
+    losses, adamw = train(lab, model, tokens, summing if summed else lambda: None, group)
     run = {"losses": losses}
     run["state"] = sum(t.numel() for s in adamw.state.values() for t in s.values() if t.dim())
     with torch.no_grad():
