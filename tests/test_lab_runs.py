@@ -1,4 +1,8 @@
-"""Each finished lab, run: the figures that its lesson tells, its picture, its own options."""
+"""Each finished lab, run: PASS, prediction, picture, and a figure of its lesson, by hand.
+
+What a run judges itself (gradients beside one device, bytes beside its formulas, who hangs) is
+not judged here once more: its verdict is PASS.
+"""
 
 import json
 import math
@@ -11,7 +15,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import ENVIRONMENT, ROOT
 from learner import CHECKS, FILES, LABS, SHOWN, UsageError, harness, run_lab
 from pytest import approx
@@ -21,7 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("error::UserWarning", "error::FutureWarning"),  # a reader sees these
 ]
 
-lab2, lab7, lab8 = (harness.load(LABS[name]) for name in ("lab2", "lab7", "lab8"))
+lab2, lab8 = harness.load(LABS["lab2"]), harness.load(LABS["lab8"])
 
 
 @pytest.fixture
@@ -57,80 +60,26 @@ def test_lab1(run):
     counts = {row["operation"]: row for row in results["counts"] if row["ranks"] == 3}
     sent = {name: row["bytes"] / row["message"] for name, row in counts.items()}
     assert sent["all-reduce"] == approx(4 / 3) and sent["gather and add"] == 2
-    assert sent["all-to-all"] == sent["all-gather"] == approx(2 / 3)
     assert [row["steps"] for row in counts.values()] == [2, 2, 4, 2, 2]
-    for row in results["reads"]:
-        if row["value"] != 1:
-            assert row["seconds"] > 0.4, "right, and waited for the late rank"
     assert results["overwritten"] == 0
-    a, b = results["fit"]["latency_s"], results["fit"]["seconds_per_byte"]
-    predicted = results["time"]["predicted"]["ring_all_reduce"][-1]
-    assert predicted == approx(4 * (a + b * 4194304 / 3))
     sizes = [4**k for k in range(4, 12)]
     a, b = SHOWN["lab1"].fit(sizes, [20e-6 + n / 5e9 for n in sizes])
     assert (a, 1 / b) == (approx(20e-6), approx(5e9))
 
 
-ONCE, TWICE = {"all_gather": 1, "reduce_scatter": 1}, {"all_gather": 2, "reduce_scatter": 1}
-CALLS = {  # of the forward, of the backward
-    "tensor parallel": [{"all_reduce": 1}, {"all_reduce": 1}],
-    "+ sequence parallel": [ONCE, ONCE],
-    "+ x gathered again": [ONCE, TWICE],
-}
-
-
 @pytest.mark.ci
 def test_lab2(run):
+    """Each rank hands out alpha K / (K - 1) of its own, and so the ranks disagree."""
     _, results = run("lab2", "predicted 65000, measured 65664: off by -664")
-    rows = results["label_smoothing"]  # each rank hands out alpha K / (K - 1) of its own
+    rows = results["label_smoothing"]
     assert [row["ranks"] for row in rows] == [1, 2, 2, 3, 3, 3]
     for row in rows:
-        assert row["loss"] == approx(row["torch"], rel=1e-6)
         assert row["megatron_target_mass"] == approx(1 + 0.1 * (row["ranks"] - 1), abs=1e-3)
-    assert abs(rows[1]["megatron"] - rows[2]["megatron"]) > 0.1, "the ranks disagree"
-    for row in results["mlp"]:
-        share = -(-512 // row["ranks"])  # of the tokens, rounded up
-        tokens = {"tensor parallel": 512, "+ x gathered again": share}
-        assert row["kept_x"] == tokens.get(row["way"], row["ranks"] * share) * 96 * 4
-        ops = row["forward"], row["backward"]
-        assert CALLS[row["way"]] == [{op: way[op][0] for op in way} for way in ops]
-
-
-def losses(group, dtype, smoothing, vocab):
-    """Errors of vocab_parallel_cross_entropy, value and gradient, of logits (n, v)."""
-    torch.manual_seed(3)
-    logits = (3 * torch.randn(40, vocab)).to(dtype)
-    target = torch.randint(vocab, (40,))
-    full = logits.clone().requires_grad_()
-    right = F.cross_entropy(full.double(), target, reduction="none", label_smoothing=smoothing)
-    right.sum().backward()
-    start, end = lab2.vocab_range(vocab, group.rank(), group.size())
-    shard = logits[:, start:end].clone().requires_grad_()
-    mine = lab2.vocab_parallel_cross_entropy(shard, target, group, smoothing)
-    mine.sum().backward()
-    assert shard.grad.dtype == dtype
-    gradients = shard.grad.double() - full.grad[:, start:end].double()
-    return ((mine - right).abs().max() / right.abs().max()).item(), gradients.abs().max().item()
-
-
-def all_losses(group, dtype, vocab):
-    return [losses(group, dtype, smoothing, vocab) for smoothing in (0.0, 0.2, 1.0)]
+    assert abs(rows[1]["megatron"] - rows[2]["megatron"]) > 0.1
 
 
 @pytest.mark.ci
-def test_lab2s_loss_on_other_ranks_and_dtypes():
-    for errors in sum(harness.on_ranks(5, all_losses, torch.float64, 13), []):
-        assert max(errors) < 1e-14
-    for value, gradient in sum(harness.on_ranks(3, all_losses, torch.bfloat16, 3), []):
-        assert value < 1e-6 and gradient <= 2**-8, "half a bfloat16 epsilon"
-
-
-@pytest.mark.ci
-def test_lab2s_ranges_and_refusals():
-    for vocab, world in [(7, 3), (3, 3), (50257, 8), (5, 1)]:
-        ranges = [range(*lab2.vocab_range(vocab, rank, world)) for rank in range(world)]
-        assert [token for tokens in ranges for token in tokens] == list(range(vocab))
-        assert len(ranges[0]) - len(ranges[-1]) <= 1
+def test_what_lab2_refuses():
     alone, logits = SimpleNamespace(rank=lambda: 0, size=lambda: 1), torch.zeros(2, 6)
     loss, target = lab2.vocab_parallel_cross_entropy, torch.tensor([0, 1])
     embedding = lab2.VocabParallelEmbedding.from_embedding(torch.nn.Embedding(6, 4), alone)
@@ -146,20 +95,10 @@ def test_lab2s_ranges_and_refusals():
 
 SILENT = "transposed_weights", "returned_tuples", "local_positions", "local_mask", "chunk_boundary"
 EXACT = "untied_weights", "loss_without_graph"
-SEEN = {  # of the wrong way, of the right way
-    "transposed_weights": (r"\(192, 64\) raises", "e-07 off"),
-    "copy_without_no_grad": ("RuntimeError: a leaf Variable that requires grad", "^2 cases"),
-    "parallelize_order": ("NotImplementedError: Cannot copy out of meta tensor", "^1 case"),
-    "untied_weights": (r"2 of \(v, h\)", r"1 of \(v, h\)"),
-    "f_per_projection": ("e-07 off, 5 all-reduces a layer", "e-07 off, 2 all-reduces a layer"),
-    "autograd_kwargs": ("TypeError: .*keyword argument", "^1 case"),
-    "retain_grad": ("no gradient to send back", "^3 cases"),
+FIGURES = {  # of the wrong way, of the right way
+    "untied_weights": ("2 of (v, h)", "1 of (v, h)"),
+    "f_per_projection": ("5 all-reduces a layer", "2 all-reduces a layer"),
     "chunk_boundary": ("124 of 126 targets", "126 of 126 targets"),
-    "loss_without_graph": ("RuntimeError: element 0 of tensors does not require grad", "e-07 off"),
-    "adam_hides_scale": (r"part by [\d.]+e-05", r"part by 0\.\d+"),
-    "stale_result": (r"the sum is off by [67]\.\de-01", "^1 case"),
-    "adaptive_timing": ("the ranks run unequally many steps", "^2 cases"),
-    "rank_0_clock": ("the seconds are more than|the ranks say different", "^2 cases"),
 }
 
 
@@ -167,17 +106,15 @@ SEEN = {  # of the wrong way, of the right way
 def test_lab3(run):
     printed, results = run("lab3", "predicted 163840, measured 163840: right")
     pitfalls, versions = results["pitfalls"], results["versions"]
-    assert list(pitfalls) == list(results["exercises"])
     assert {row["verdict"] for row in pitfalls.values()} == {"ok"}
     assert f"with torch {versions['torch']}, transformers" in printed
-    wrong = {name: row["wrong"] for name, row in pitfalls.items()}
-    for name in (*SILENT, *EXACT, "adam_hides_scale"):
-        loss, error = wrong[name]["loss"], wrong[name]["error"]
-        assert loss < 0.05 and error > 0.1 > 4 * loss, name
-    assert all(wrong[name]["loss"] < 1e-6 for name in (*EXACT, "f_per_projection"))
-    for name, (bad, good) in SEEN.items():
-        assert re.search(bad, wrong[name]["seen"]), wrong[name]
-        assert re.search(good, pitfalls[name]["right"]["seen"]), pitfalls[name]
+    for name in (*SILENT, *EXACT, "adam_hides_scale"):  # no loss shows it
+        wrong = pitfalls[name]["wrong"]
+        assert wrong["error"] > 0.1 > 4 * wrong["loss"], name
+        assert wrong["loss"] < (1e-6 if name in EXACT else 0.05), name
+    for name, figures in FIGURES.items():
+        for way, figure in zip(("wrong", "right"), figures):
+            assert figure in pitfalls[name][way]["seen"]
 
 
 @pytest.mark.ci
@@ -197,51 +134,26 @@ def test_lab3_says_which_wrong_way_works_and_which_right_one_does_not(tmp_path, 
 @pytest.mark.ci
 def test_lab3b(run):
     printed, results = run("lab3b", "predicted 6, measured 6: right", "--dump", "two_orders")
-    programs, source = results["programs"], LABS["lab3b"].read_text().splitlines()
-    parted = {name: seen["difference"] for name, seen in programs.items()}
     reduced = "all_reduce [[4]]"
-    assert parted == {
+    assert {name: seen["difference"] for name, seen in results["programs"].items()} == {
         "skipped_collective": [4, [reduced, "barrier []"]],
         "two_orders": [1, [reduced, "broadcast [[4]]"]],
         "uneven_batches": [4, ["all_reduce [[5]]", None]],
         "crossed_messages": None,
     }
-    waits = {name: [f and f[0] for f in seen["frames"]] for name, seen in programs.items()}
-    assert waits["skipped_collective"] == ["all_reduce", "barrier"]
-    assert waits["uneven_batches"] == ["all_reduce", None]
-    assert waits["crossed_messages"] == ["send", "send"]
-    for seen in programs.values():
+    source = LABS["lab3b"].read_text().splitlines()
+    for seen in results["programs"].values():
         for waits_in, line in filter(None, seen["frames"]):
             assert f"dist.{waits_in}(" in source[line - 1]
     assert printed.count("most recent call first") == 2
     assert re.search(r"\n +1 +gloo:broadcast +\[\[4\]\] +\d+\n", printed)
 
 
-ORDER = {
-    ("TP", "blocking"): "dgrad, start all_reduce, wait all_reduce, wgrad, wait all_reduce",
-    ("TP", "overlapped"): "dgrad, start all_reduce, wgrad, wait all_reduce",
-    ("SP", "blocking"): "start all_gather, wait all_gather, dgrad, wait all_gather, "
-    "start reduce_scatter, wait reduce_scatter, wgrad, wait reduce_scatter",
-    ("SP", "overlapped"): "start all_gather, dgrad, wait all_gather, "
-    "start reduce_scatter, wgrad, wait reduce_scatter",
-}
-
-
 @pytest.mark.ci
 def test_lab4(run):
     """How large the gain is says nothing on a busy machine."""
     _, results = run("lab4", "predicted 1920, measured 2048: off by -128", "--pairs", 3)
-    for (way, mode), order in ORDER.items():
-        timeline = results["timelines"][way][mode]
-        assert ", ".join(what for what, *_ in timeline["log"]) == order
-        carried = [op for op, *_ in timeline["messages"]]
-        assert carried == (["all_reduce"] if way == "TP" else ["all_gather", "reduce_scatter"])
-        assert timeline["wire_bytes"] == 4 * 512 * 1024, "as many for TP as for SP"
-        assert timeline["seconds"] >= max(end for _, _, end in timeline["messages"])
-    one, some, each = results["buckets"]
     assert [row["messages"] for row in results["buckets"]] == [2, 4, 7]
-    assert one["bytes"] == each["bytes"] and one["hidden"] < 0.1, "it starts when all is computed"
-    assert each["hidden"] > 0
     for row in results["gains"]:
         assert 0 <= row["hidden"] <= 1 and row["gain"] > 0
         assert row["gain"] <= row["at_best"], "no run is shorter than what it is made of"
@@ -257,32 +169,19 @@ def test_lab4(run):
 def test_lab5(run):
     _, results = run("lab5", "predicted 20, measured 20: right")
     shown = SHOWN["lab5"]
-    plans = {shown.OURS: [], shown.NEMO: [], shown.STRINGS: []}
-    for row in results["families"]:
-        plans[row["plan"]].append(row)
-    ours, nemo, strings = (
-        [(row["model"], row["sequence_parallel"]) for row in rows] for rows in plans.values()
-    )
-    assert [family for family, _ in strings] == ["qwen3", "phi3"]
-    assert ours == [(family, sp) for family in shown.FAMILIES for sp in (False, True)]
-    assert nemo == [case for case in ours if case[0] in ("qwen3", "gemma3")]
-    for row in plans[shown.OURS]:
+    theirs = [row for row in results["families"] if row["plan"] == shown.NEMO]
+    assert [row["model"] for row in theirs] == ["qwen3", "qwen3", "gemma3", "gemma3"]
+    for row in theirs:
+        assert row["logits"] < 1e-10 and row["loss"] < 1e-10, "no logit shows it"
+        assert row["gradient"] > 1e-3
+    for row in (row for row in results["families"] if row["plan"] == shown.OURS):
         level = "base: " if row["model"] == "mistral" else "model-specific: "
-        assert row["chosen"].startswith(level) and row["verdict"] == "right"
+        assert row["chosen"].startswith(level)
         one, mine = row["gradient_norm"]  # there is one: all parameters are DTensors
         assert mine == approx(one, rel=1e-9)
-    names = "k_norm", "q_norm"
-    norms = [f"model.layers.{i}.self_attn.{name}.weight" for i in (0, 1) for name in names]
-    for row in plans[shown.NEMO]:
-        assert row["logits"] < 1e-10 and row["loss"] < 1e-10, "no logit shows it"
-        assert sorted(row["wrong"]) == norms and row["gradient"] > 1e-3
-    rows = [row for row in results["memory"] if row["way"] == shown.GATHERED]
-    assert [row["ranks"] for row in rows] == [2, 4]
-    for row in rows:
-        assert row["claim"] == 0.5 * (1 - 1 / row["ranks"])
+    for row in (row for row in results["memory"] if row["way"] == shown.GATHERED):
         for phase in "forward", "backward":
-            for op in "all_gather", "reduce_scatter":
-                assert row[phase][op][0] == 2 * 2 + 1
+            assert row[phase]["all_gather"][0] == row[phase]["reduce_scatter"][0] == 2 * 2 + 1
 
 
 @pytest.mark.ci
@@ -315,30 +214,19 @@ def test_lab5_takes_a_plan_and_prints_one(tmp_path, capsys, monkeypatch):
 def test_lab6(run):
     """r = 1: cut over the ranks it is one feature each, mostly zeros."""
     _, results = run("lab6", "predicted 720, measured 720: right", "--lora-rank", 1)
-    rows, tokens, hidden = results["ways"], 60, 96
-    assert len(rows) == 3 * 2 * (2 + 3)
-    low = 4 * tokens
-    for row in rows:
-        world, way, parallel = row["ranks"], row["way"], row["sequence_parallel"]
-        sent = {"all_gather": low, "reduce_scatter": low} if parallel else {"all_reduce": low}
-        cut = {"all_gather": low * world, "reduce_scatter": low * world}
-        assert row["forward"] == row["backward"] == {"joined": {}, "apart": sent}.get(way, cut)
-        summed = way == "joined" or (way == "apart" and parallel)
-        assert row["step"] == ({"all_reduce": 4 * 2 * hidden} if summed else {})
-        own = tokens // world if way == "apart" and parallel else tokens
-        assert row["kept"] == 4 * (own * hidden + tokens), "and not a byte for the frozen W"
+    rows = results["ways"]
     first, second = [row["trained"] for row in rows if row["ranks"] == 2][8:10]
     assert first + second == 2 * (96 + 130), "sharded: no number is held twice"
     assert first - second == 2 * 96, "the second rank holds no row of A, and no column of B"
+    for row in rows:
+        if row["way"] == "joined":
+            assert row["kept"] == 4 * 60 * (96 + 1), "and not a byte for the frozen W"
     h, features, r = SHOWN["lab6"].SMALL
     one, good, bad = results["training"].values()
     assert good["drift"] < 1e-6 and good["frozen"]
     assert good["state"] <= 2 * r * (2 * h + features), "none for W"
-    assert bad["losses"][0] == approx(one["losses"][0], rel=1e-6)
-    assert bad["drift"] > 0.01
-    assert bad["losses"][-1] < bad["losses"][0] / 2, "the loss falls"
     # rank 0 has the prompt, which does not count: its replicas never saw a gradient
-    assert bad["losses"] == approx(one["losses"], rel=1e-3)
+    assert bad["drift"] > 0.01 and bad["losses"] == approx(one["losses"], rel=1e-3)
     assert bad["exported"] > 2 * bad["held_out"], "what is saved is not what was trained"
 
 
@@ -353,9 +241,6 @@ def test_lab7(run):
     assert balance["contiguous"]["pairs"] == contiguous
     in_itself = 2 * (128 * 129 // 2) + 128 * 128
     assert balance["zigzag"]["pairs"] == [[in_itself] + [earlier // 2] * 3] * 4
-    assert balance["contiguous"]["lockstep"] > 1.74 and balance["zigzag"]["lockstep"] == 1
-    for P, (contiguous, zigzag) in balance["long"].items():
-        assert contiguous > (2 * int(P) - 1) / int(P) - 0.01 and zigzag < 1.01
     ways = {(r["heads"], r["kv_heads"], r["ranks"], r["way"]): r for r in results["ways"]}
     tokens = 256 * 128 * 8  # all of them, as bytes
     names = "SP", "Ulysses", "CP, ring", "CP, all-gather"
@@ -363,18 +248,6 @@ def test_lab7(run):
     assert sent == [2 * 3 / 4, 4 / 4 * 3 / 4, 2 * 3 / 4, 2 * 3 / 4]
     assert ways[8, 4, 4, "CP, ring"]["forward"] == tokens * 3 / 4, "half of the KV heads"
     assert ways[8, 8, 4, "CP, ring"]["backward"] == 2 * tokens * 7 / 4
-    refused = {way: row["refused"] for (*_, way), row in ways.items() if "refused" in row}
-    assert refused.keys() == {"SP", "Ulysses"} and "3 heads" in refused["SP"]
-
-
-@pytest.mark.ci(every=2)
-@pytest.mark.parametrize("length", [5, 333])  # 5: with zigzag 3 of the 8 chunks are empty
-def test_lab7_counts_for_lengths_that_nothing_divides(length):
-    counted = harness.on_ranks(4, SHOWN["lab7"].balance_on_rank, lab7, 0, length)
-    for placement in "contiguous", "zigzag":
-        for pairs, found in zip(lab7.work(length, 4, placement), counted):
-            count = found[placement]
-            assert pairs.sum() <= count["in_tiles"] == count["forward"] == count["backward"]
 
 
 def one_devices(reports):
@@ -407,12 +280,6 @@ def test_lab8(run):
     _, results = run("lab8", "predicted 1.414, measured 1.41421: right")
     reports = results["ranks"]
     assert results["mesh"] == {"dp": 2, "pp": 2, "tp": 2} and len(reports) == 8
-    one_devices(reports)
-    names = {name for report in reports for name in report["errors"]}
-    assert len(names) == 2 + 1 + 9 * 5 + 2, "loss, norm; table, 5 layers, norm, table as head"
-    groups = reports[5]["groups"]  # replica 1, the first stage, the second half of tp
-    assert [groups[name] for name in ("dp", "pp", "tp")] == [[1, 5], [5, 7], [4, 5]]
-    assert groups["embedding"] == [5, 7] and groups["model"] == [4, 5, 6, 7]
     assert {tuple(row[:3]): row[3] for row in reports[5]["traffic"]} == MESSAGES
     (right, *wrong), one = reports[0]["norms"], reports[0]["one_device"]["norm"]
     for report in reports:
@@ -483,7 +350,6 @@ def test_lab8_on_two_nodes(tmp_path):
     assert "LLaMA on 4 ranks of 2 nodes, dp x pp x tp = 1 x 2 x 2, beside one device" in printed
     assert printed.count("PASS lab8_3d: all 7 exercises' checks hold") == 1, "rank 0 alone speaks"
     reports = json.loads((tmp_path / "lab8.json").read_text())["ranks"]
-    one_devices(reports)
     assert [report["node"] for report in reports] == [0, 0, 1, 1]
     rows = [line.split()[2] for line in printed.splitlines() if "across nodes" in line]
     assert set(rows) == {"pp", "embedding", "model"}, "tp stays on its node"
@@ -503,15 +369,7 @@ def test_lab9(run):
     layer, root = 60 * 12 * (5 + 5 + 1 + 1) + 3 * 60 * 101 + 2 * 60, 512 * 60 + 60
     state = 4 * (4 * (root + 4 * layer) // 3 + root)
     _, results = run("lab9", f"predicted {state:g}, measured {state:g}: right")
-    assert list(results["errors"]) == ["plain", "ZeRO-1", "ZeRO-2", "ZeRO-3", "fully_shard"]
-    assert all(error < 1e-9 for error in results["errors"].values())
-    plain, one, two, three, fsdp = rows = results["memory"]
-    for row in rows:
-        peak, predicted = row["peak"], row["predicted"]
-        assert all(peak[part] == predicted[part] for part in SHOWN["lab9"].STATE)
-        assert sum(peak.values()) == approx(sum(predicted.values()), rel=0.02)
-        assert max(row["curve"]) == sum(peak.values())
-        assert row["sent"] == row["predicted_sent"]
+    plain, one, two, three, fsdp = results["memory"]
     n = plain["sent"]["all_reduce"]
     assert plain["peak"]["optimizer"] == 2 * n == 3 * one["peak"]["optimizer"]
     assert one["sent"] == two["sent"] == {"reduce_scatter": n, "all_gather": n}
