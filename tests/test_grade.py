@@ -3,212 +3,127 @@
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 
 import pytest
 from conftest import ROOT, python
-from learner import LABS, run_lab
+from learner import LABS, Mistake, run_lab, with_mistake
 from learner import grade as grading
 
-SMALL_LAB = '''
-import torch
-import torch.distributed as dist
-
-
-def helper(x):
-    return x
-
-
-def twice(x):
-    """2 x."""
-    # exercise: twice
-    return helper(x) + helper(x)
-    # end exercise
-'''
-TOTAL = '''
-
-def total(x, group):
-    """The sum of x over the ranks, in a new tensor. x (n)."""
-    # exercise: total
-    x = x.clone()
-    dist.all_reduce(x, group=group)
-
-    return x  # comments and empty lines do not count
-    # end exercise
-'''
-CHECKS = """
-import torch
-from labs.kit.harness import Wrong
-
-
-def check_twice(lab, group, seed):
-    if lab.twice(seed) != 2 * seed:
-        raise Wrong("not twice")
-    return "twice"
-
-
-def check_total(name):
-    def check(lab, group, seed):
-        first = torch.arange(3.0) + seed %% 1000  # a seed has 31 bits, more than float32 can add
-        x = first + group.rank()
-        right = 2 * first + 1
-        y = getattr(lab, name)(x, group)
-        if torch.equal(y, x):
-            raise Wrong("the sum is off", "every rank's x counts")
-        if not torch.equal(y, right):
-            raise Wrong("the sum is off")
-        return "the sum is right"
-
-    return check, 2
-
-
-CHECKS = {"twice": (check_twice, 1)}
-CHECKS |= {name: check_total(name) for name in (f"total{i}" for i in range(%d))}
-"""
-WRONG = {  # an answer to total, and what is said of it
-    "    return x\n": "the sum is off",
-    "    return x +\n": "SyntaxError",
-    "  return x\n": "IndentationError",
-    "    return y\n": "in \"return y\": NameError: name 'y' is not defined",
-    "    while True:\n        x + x\n": 'rank 1 in "x + x": no answer from ranks',
-    "    dist.recv(x, 1 - group.rank())\n    return x\n": 'in "dist.recv(x, 1 - group.rank())": no',
-    "    import os\n    os._exit(5)\n": "died, exit code 5",
-    "    import os\n    os.abort()\n": 'in "os.abort()": died of SIGABRT',
-    "    raise SystemExit(0)\n": "SystemExit",
-    "    print('noise')\n    return None\n": "TypeError",
-    "    raise ValueError(str(x.tolist()))\n": "ValueError",
+LESSON = LABS["lab1"].read_text()
+DRAWN = "raise ValueError(str(x.flatten().tolist()))"
+RECEIVE = "dist.recv(x.new_empty(1), group=group, group_src=group.rank() ^ 1)"
+WRONG = {  # an answer to all_reduce, and what is said of it
+    "return x": "the result is off by",
+    "return x +": "SyntaxError",
+    "return y": "it fails, NameError: name 'y' is not defined",
+    "while True:\n    x + x": 'rank 3 in "x + x": no answer from ranks',
+    f"{RECEIVE}\nreturn x": f'in "{RECEIVE}": no answer',
+    "import os\nos._exit(5)": "died, exit code 5",
+    "import os\nos.abort()": 'in "os.abort()": died of SIGABRT',
+    "raise SystemExit(0)": "SystemExit",
+    "print('noise')\nreturn None": "TypeError",
 }
-TOTALS = "".join(TOTAL.replace("total", f"total{i}") for i in range(len(WRONG)))  # one for each
 
 
-RIGHT = re.compile(r"    x = x\.clone.*?return x  [^\n]*\n", re.S)
+def answering(**answers):
+    """Lab 1 with other answers to some of its exercises."""
+    text = LESSON
+    for exercise, answer in answers.items():
+        text = with_mistake(text, exercise, Mistake("", [], [answer], None))
+    return text
 
 
-def grader(folder, *options):
-    """labs/grade.py in a folder that has one small lab: what it printed, and its results."""
-    results = folder / "results.json"
-    run = python(folder / "labs" / "grade.py", *options, "--json", results)
-    assert "Traceback" not in run.stdout + run.stderr
-    return run, json.loads(results.read_text())["exercises"] if results.exists() else None
-
-
-@pytest.fixture
-def desk(tmp_path):
-    """Such a folder."""
-    labs, lab = tmp_path / "labs", tmp_path / "labs" / "lab0_small"
-    (labs / "kit").mkdir(parents=True)
-    lab.mkdir()
-    for file in ("grade.py", "kit/harness.py", "kit/blame.py", "kit/cli.py"):
-        shutil.copy(ROOT / "labs" / file, labs / file)
-    (lab / "lesson.py").write_text(SMALL_LAB + TOTALS)
-    (lab / "check.py").write_text(CHECKS % len(WRONG))
-    return tmp_path
-
-
-def test_hands_out_and_refuses_to_overwrite(desk):
-    mine = desk / "my_labs" / "lab0_small.py"
-    assert grader(desk, "start", "lab0")[0].returncode == 0
+def test_hands_out_and_refuses_to_overwrite(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(grading, "MY_LABS", tmp_path / "my_labs")
+    mine = tmp_path / "my_labs" / "lab1_collectives.py"
+    assert grading.main(["start", "lab1"]) == 0
     text = mine.read_text()
-    assert text.count("raise NotImplementedError") == 1 + len(WRONG) and "all_reduce" not in text
-    task = "raise NotImplementedError('The sum of x over the ranks, in a new tensor.')"
-    assert f"    # about 3 lines\n    {task}\n" in text
-    assert "    # about 1 line\n    raise NotImplementedError('2 x.')\n" in text
-    again, _ = grader(desk, "start", "lab0")
-    assert again.returncode == 2
-    assert again.stderr.startswith("error: ") and "--force" in again.stderr
+    task = """raise NotImplementedError("The sum of all ranks' x, (n, ...) -> (n, ...), the ...")"""
+    assert f"    # about 1 line\n    {task}\n" in text and "    # about 8 lines\n" in text
+    assert grading.main(["start", "lab1"]) == 2
+    assert re.match("error: .*--force", capsys.readouterr().err)
     mine.write_text("")
-    assert grader(desk, "start", "lab0", "--force")[0].returncode == 0 and mine.read_text() == text
+    assert grading.main(["start", "lab1", "--force"]) == 0 and mine.read_text() == text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answer,said", WRONG.items())
+def test_what_is_said_of_a_wrong_answer(answer, said):
+    answers = answering(all_reduce=answer), "utf-8"
+    passed, seen, hint = grading.grade_one(LABS["lab1"], answers, "all_reduce", 5, 5)
+    assert not passed and said in seen
+    assert "abort" not in answer or "calls differ" in hint
 
 
 @pytest.mark.ci
-def test_right_answers_pass_and_checks_are_not_the_learners(desk):
-    mine = desk / "mine.py"
-    own = "CHECKS = {f'total{i}': (lambda *_: 'fine', 1) for i in range(99)}\n"
-    mine.write_text(SMALL_LAB + TOTALS + own)
-    run, results = grader(desk, "lab0", "--file", mine, "--seed", "5")
-    reports = {result["report"] for result in results.values() if result["passed"]}
-    assert run.returncode == 0 and reports == {"twice", "the sum is right"}
-    assert run.stdout.splitlines()[-1] == "PASS lab0_small: 12 of 12 exercises pass"
+def test_wrong_answers_fail_alone_and_checks_are_not_the_learners(tmp_path, capsys):
+    """all_reduce calls reduce_scatter, and is graded as if nothing else were wrong."""
+    mine, results = tmp_path / "mine.py", tmp_path / "results.json"
+    own = "CHECKS = {'all_gather': (lambda *_: 'fine', 1)}\n"
+    mine.write_text(answering(reduce_scatter="return x", all_gather=DRAWN) + own)
+    asked = ["lab1", "--file", str(mine), "--json", str(results)]
+
+    def graded(*options):
+        assert grading.main([*asked, *options]) == 1
+        return json.loads(results.read_text())["exercises"], capsys.readouterr().out
+
+    found, printed = graded("--seed", "5")
+    wrong = {name: one for name, one in found.items() if not one["passed"]}
+    assert list(wrong) == ["reduce_scatter", "all_gather"]
+    assert f"hint: {wrong['reduce_scatter']['hint']}\n" in printed
+    verdict = f"FAIL lab1_collectives: {len(found) - 2} of {len(found)} exercises pass"
+    assert printed.endswith(f"\n{verdict} (the same inputs again: --seed 5)\n")
+    drawn = [graded("--only", "all_gather", *how)[0] for how in (["--seed", "5"], [])]
+    assert drawn[0]["all_gather"] == wrong["all_gather"] != drawn[1]["all_gather"]
 
 
 @pytest.mark.slow
-def test_each_wrong_answer_fails_alone(desk):
-    answers = iter(WRONG)
-    text = SMALL_LAB + RIGHT.sub(lambda match: next(answers), TOTALS)
-    (desk / "my_labs").mkdir()
-    (desk / "my_labs" / "lab0_small.py").write_text(text)
-    run, results = grader(desk, "lab0", "--timeout", "5", "--seed", "5")
-    assert run.returncode == 1
-    for i, said in enumerate(WRONG.values()):
-        assert not results[f"total{i}"]["passed"] and said in results[f"total{i}"]["report"]
-    assert results["twice"]["passed"], "graded as if nothing else were wrong"
-    assert results["total0"]["hint"] == "every rank's x counts"
-    assert "hint: every rank's x counts" in run.stdout
-    assert "calls differ" in results["total7"]["hint"]
-    verdict = "FAIL lab0_small: 1 of 12 exercises pass (the same inputs"
-    assert run.stdout.splitlines()[-1].startswith(verdict)
-    drawn = results["total10"]["report"]
-    assert re.search(r"\[([56])\.0, ", drawn), "--seed 5 is what the check drew from"
-    _, again = grader(desk, "lab0", "--only", "total10")
-    assert again["total10"]["report"] != drawn, "without --seed inputs are new"
-
-
-@pytest.mark.slow
-def test_a_class_is_a_table_and_no_file_harms_another(desk):
+def test_a_class_is_a_table_and_no_file_harms_another(tmp_path):
     """A hang, a file that kills its grader, one that is no text and one that is not there."""
-    whole, folder = SMALL_LAB + TOTALS, desk / "submissions"
+    folder = tmp_path / "submissions"
     broken = {
-        "a": (whole, "1 of 1", ""),
-        "b": (whole.replace("helper(x) + helper(x)", "x"), "0 of 1", "twice"),
-        "c": ("while True:\n    pass\n" + whole, "error", "not done after 60 s"),
-        "d": ("import os\nos.killpg(0, 9)\n" + whole, "error", "its grader ended, exit code -9"),
+        "a": (LESSON, "1 of 1", ""),
+        "b": (answering(all_reduce="return x"), "0 of 1", "all_reduce"),
+        "c": ("while True:\n    pass\n" + LESSON, "error", "not done after 60 s"),
+        "d": ("import os\nos.killpg(0, 9)\n" + LESSON, "error", "its grader ended, exit code -9"),
         "e": ("\0", "error", "submissions/e.py has null bytes, as UTF-16 has: save it as UTF-8"),
-        "f": (whole, "1 of 1", ""),
+        "f": (LESSON, "1 of 1", ""),
     }
     folder.mkdir()
     for name, (text, *_) in broken.items():
         (folder / f"{name}.py").write_text(text)
-    words = ["lab0", "--only", "twice", "--file", "submissions", "gone.py", "--limit", "60"]
-    run = python("labs/grade.py", *words, "--timeout", "600", "--json", "class.json", cwd=desk)
+    words = ["lab1", "--only", "all_reduce", "--file", "submissions", "gone.py", "--limit", "60"]
+    words += ["--timeout", "600", "--json", "class.json"]
+    run = python(ROOT / "labs" / "grade.py", *words, cwd=tmp_path)
     assert run.returncode == 1 and run.stderr == "", run.stderr
     *rows, gone, _, verdict = run.stdout.splitlines()[1:]
     seen = [f"  submissions/{file}.py   {row[1]:8}   {row[2]}" for file, row in broken.items()]
     assert rows == seen
     assert gone.split(maxsplit=2)[:2] == ["gone.py", "error"] and "no gone.py: use" in gone
-    assert verdict.startswith("FAIL lab0_small: 2 of 7 submissions pass (the same inputs")
-    found = json.loads((desk / "class.json").read_text())["submissions"]
+    assert verdict.startswith("FAIL lab1_collectives: 2 of 7 submissions pass (the same inputs")
+    found = json.loads((tmp_path / "class.json").read_text())["submissions"]
     assert [one["passed"] for one in found.values()] == [True] + 4 * [False] + [True, False]
-    assert found["submissions/b.py"]["exercises"]["twice"]["report"] == "rank 0: not twice"
 
 
-LAB = SMALL_LAB + TOTAL
-
-
-def test_what_a_learner_adds_outside_counts():
+def test_what_a_learner_adds_outside_counts_and_lost_markers_are_named():
     """For every exercise: the grader puts our answers into the learner's file, but for one."""
-    mine = LAB.replace("return x\n", "return 0\n", 1).replace("helper(x) + helper(x)", "x * 3")
-    mine = RIGHT.sub("    return -x\n", mine)
-    one = grading.spliced(LAB, mine, "twice")
-    assert "return 0" in one and "x * 3" in one and "all_reduce" in one and "-x" not in one
-    other = grading.spliced(LAB, mine, "total")
-    assert "return 0" in other and "helper(x) + helper(x)" in other and "-x" in other
-
-
-def test_lost_markers_are_named():
+    mine = answering(all_gather="return 0", all_reduce="return -x") + "MORE = 1\n"
+    one = grading.spliced(LESSON, mine, "all_reduce")
+    assert "return -x" in one and "return 0" not in one and one.endswith("MORE = 1\n")
     with pytest.raises(grading.Wrong) as seen:
-        grading.spliced(LAB, LAB.replace("    # end exercise\n", "", 1), "total")
+        grading.spliced(LESSON, LESSON.replace("    # end exercise\n", "", 1), "all_reduce")
     assert "without its other half" in seen.value.found
+    without = LESSON.replace("# exercise: all_reduce\n", "# exercise: all_gather\n")
     with pytest.raises(grading.Wrong) as seen:
-        grading.spliced(LAB, SMALL_LAB, "total")
-    assert "0 places '# exercise: total', and there should be 1" in seen.value.found
-    assert "all_reduce" not in grading.spliced(LAB, SMALL_LAB, "twice")
+        grading.spliced(LESSON, without, "all_reduce")
+    assert "0 places '# exercise: all_reduce', and there should be 1" in seen.value.found
+    assert grading.spliced(LESSON, without, "exchange").count("# exercise: all_gather") == 2
 
 
 BAD = [
-    ("lab99", "no lab lab99: use one of lab"),
     ("start lab99", "no lab lab99: use one of lab"),
     ("lab1 --file nowhere.py", "no nowhere.py: use python labs/grade.py start lab1"),
     ("finish lab1", "finish lab1: use list, start LAB, or LAB"),
@@ -218,7 +133,6 @@ BAD = [
         "lab1_collectives has no exercise x: use one of",
     ),
     ("lab1 --file labs/notes", "no .py file in labs/notes"),
-    ("", "the following arguments are required: LAB"),
 ]
 
 
@@ -239,14 +153,9 @@ def test_bad_input(options, message, capsys, monkeypatch):
 
 
 def test_a_file_that_python_cannot_read_is_one_line(tmp_path, capsys):
-    text, file = LABS["lab1"].read_text(), tmp_path / "mine.py"
-    for data in (text.encode("utf-16"), text.encode("utf-16-le"), text.encode("utf-32")):
-        file.write_bytes(data)
-        assert grading.main(["lab1", "--file", str(file)]) == 2
-        line = f"error: {file} has null bytes, as UTF-16 has: save it as UTF-8\n"
-        assert capsys.readouterr() == ("", line)
+    file = tmp_path / "mine.py"
     for data in (b"# r\xe9duit\n", b"\n\n# r\xe9duit\n", b"# coding: klingon\n"):
-        file.write_bytes(data + text.encode())
+        file.write_bytes(data + LESSON.encode())
         assert grading.main(["lab1", "--file", str(file)]) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.endswith(f": save {file} as UTF-8\n") and err.count("\n") == 1
@@ -270,9 +179,8 @@ CLUSTER = {"PYTHONSAFEPATH": "1", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0",
 def test_a_cluster_with_a_long_tmpdir_and_a_locale_of_ascii(tmp_path):
     """An answer that prints and raises what the locale has no letters for."""
     (deep := tmp_path / (90 * "a")).mkdir()
-    answer = "    print('réduit')\n    raise ValueError('réduit')\n"
-    text = re.sub(r"( *# exercise: overlap\n)", rf"\1{answer}", LABS["lab1"].read_text())
-    (tmp_path / "mine.py").write_text(text, encoding="utf-8")
+    answer = "print('réduit')\nraise ValueError('réduit')"
+    (tmp_path / "mine.py").write_text(answering(overlap=answer), encoding="utf-8")
     words = "lab1", "--file", tmp_path / "mine.py", "--only", "overlap"
     run = python("labs/grade.py", *words, env=CLUSTER | {"TMPDIR": str(deep)})
     assert run.returncode == 1 and run.stderr == "", run.stderr
