@@ -51,11 +51,6 @@ def test_questions_are_made_of_the_data(maker):
         assert all(len(why.split()) > 4 for why in [question["because"], *reasons])
     [m2] = [question for question in questions if question["id"] == "m2"]
     assert f"{8_030_261_248 * 16 / 2**30:.0f} GiB" in m2["because"]  # 16 bytes for each of 8B
-    below, extreme = (maker.questions.__globals__[name] for name in ("below", "extreme"))
-    with pytest.raises(AssertionError):
-        below({"12": 0.19999999999999996}, 0.2)  # by rounding alone
-    with pytest.raises(ValueError):
-        extreme({"a": 0.1 + 0.2, "b": 0.3, "c": 0.1})
     rows = data["bugs"]["scripts"]["tp"]["missing_backward_all_reduce"]["rows"]
     rows[[name for name, *_ in rows].index("loss")][1] = 0.5
     with pytest.raises(ValueError):  # with that loss the question would have no answer
@@ -192,9 +187,6 @@ def test_view_fits(browser, view, size):
 def test_what_is_too_wide_for_a_phone_follows_the_step(browser):
     within = "e => e.getBoundingClientRect().left >= 0 && e.getBoundingClientRect().right <= 390"
     with opened(browser, "pipelines&schedule=zb&P=8&M=16&step=9999", "phone") as tab:
-        assert "a number" not in tab.locator(".legend").inner_text()  # there is none
-        names = tab.locator(".scroll text.small[x='0']")
-        assert max(names.evaluate_all("all => all.map(one => one.getBBox().width)")) < 56
         for step in (3, 50):
             tab.evaluate("step => set({ step })", step)
             assert tab.locator("line.now").evaluate(within)
@@ -609,12 +601,10 @@ def test_time_on_the_page_is_lab_11s(browser, maker):
             length, count = choose.choice(data["lengths"]), choose.choice(data["counts"])
             words = {"model": name, "gpu": gpu, "P": gpus, "network": network, "length": length}
             show(tab, "time", **words, strategy=strategy, count=count)
-            *bars, _ = tab.locator("svg.picture").all()
-            label = bars[0].get_attribute("aria-label").removeprefix("Seconds a step: ")
-            kinds = [re.search("fits|not fit|split", row)[0] for row in label.split("; ")]
-            assert len(kinds) == 5 and kinds == sorted(
-                kinds, key=["fits", "not fit", "split"].index
-            )
+            label = tab.locator("svg.picture").first.get_attribute("aria-label")
+            kinds = re.findall("fits|not fit|split", label)
+            order = ["fits", "not fit", "split"]
+            assert len(kinds) == 5 and kinds == sorted(kinds, key=order.index)
             found, model = figures(tab), lab.MODELS[name]
             if plan.why_not(model, strategy, int(gpus)):
                 assert set(found.values()) == {"none"}
@@ -623,15 +613,13 @@ def test_time_on_the_page_is_lab_11s(browser, maker):
             parts = plan.strategy_parts(lab, model, strategy, int(gpus), length, count, cluster)
             assert shows(found["a step"], sum(parts.values()))
             assert f", is {max(parts, key=parts.get)}, " in tab.locator(".words").inner_text()
-            assert tab.evaluate("new Set(Object.values(TIME_COLOURS)).size") == len(data["parts"])
             rate = count * length / sum(parts.values())
             used = lab.mfu(model, length, rate, int(gpus), lab.H100.peak)
             assert float(found["MFU"].strip("%")) / 100 == approx(used, abs=6e-4)
 
 
 FITS = [("llama-3.1-8b", "pp", 16, 32768, 16), ("llama-3.1-70b", "sp", 32, 65536, 4)]
-FITS += [("llama-3.2-1b", "ulysses", 32, 131072, 16), ("llama-3.1-8b", "tp", 1, 8192, 4)]
-FITS += [("llama-3.1-70b", "ulysses_sharded", 16, 32768, 4), ("llama-3.1-70b", "tp", 4, 4096, 4)]
+FITS += [("llama-3.1-70b", "tp", 4, 4096, 4), ("llama-3.1-70b", "ulysses_sharded", 16, 32768, 4)]
 
 
 @pytest.mark.slow
