@@ -198,17 +198,14 @@ def test_table_ranks_that_differ_and_what_the_journal_saves(folder):
     for cell in set(found) - {("sp_megatron", 2), ("pp", 4)}:
         row = found[cell]  # 5120 tokens leave no room for the weight, of one number
         assert (row["longest"], row["too_long"], row["how"]) == (5104, 5120, "predicted"), cell
-        assert row["budget_bytes"] == results["memory_bytes"] == 5 * 2**30
         assert sum(row["breakdown"].values()) == row["peak_memory_bytes"][0] <= 5 * 2**30
     assert found["pp", 4]["longest"] == 2544, "the last stage needs twice as much, and decides"
     assert found["pp", 4]["ranks"] == [0, 2, 3] and len(found["pp", 4]["peak_memory_bytes"]) == 3
     assert found["sp_megatron", 2]["error"] == "use 1 rank"
-    assert re.search(r"strategy +1 rank +2 ranks +4 ranks\n", out)
     assert re.search(r"tp +5,104 +5,104 x1.00", out) and "unusable" in out
     assert re.search(r" tp .*\n +sp_megatron .*\n +pp ", out), "equal columns stand once"
     assert "done oom_search: 8 of 9 limits found" in out
-    line = r"[0-8] of 9 done, about \d+ s to go; tp on 1 rank: 5,104 fits, 5,120 does not"
-    assert re.search(line, errors)
+    assert re.search(r"[0-8] of 9 done, about \d+ s to go; tp on 1 rank: 5,104 fits", errors)
 
     cases = [json.dumps(entry["case"], sort_keys=True) for entry in journal(folder)]
     assert len(set(cases)) == len(cases) and again == results, "what is known stays known"
@@ -236,45 +233,31 @@ def test_an_error_is_not_out_of_memory(folder):
     assert not lengths(folder, "sp_ulysses") and not alive(folder, "sp_ulysses")
 
 
-@pytest.mark.ci
-def test_killed_and_resumed(folder):
-    """While tp on 2 ranks waits; then somebody makes it faster."""
-    fake(folder, tp={"sleep": 0.4})
-    search = 0, "--memory-gib 5 --strategy tp --nproc 1 2 --jobs 1"
-    job = started(folder, search)
-    wait_for(lambda: (folder / ".oom_search.jsonl").exists() and len(journal(folder)) >= 2)
-    (folder / "tp.json").write_text('{"sleep": 60}')
-    before = len((folder / "tp.pids").read_text().split())
-    wait_for(lambda: len((folder / "tp.pids").read_text().split()) > before)
-    job.kill()
-    job.communicate()
+@pytest.mark.ci(every=2)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_interrupted_and_resumed(folder, number):
+    """sp_megatron waits; of tp everything is known. Then somebody makes sp_megatron faster."""
+    fake(folder, tp={}, sp_megatron={"sleep": 60})
+    background = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's job ignores it
+    search = 0, "--memory-gib 5 --strategy tp sp --nproc 1 --jobs 1"
+    job = started(folder, search, preexec_fn=background)
+    pids = folder / "sp_megatron.pids"
+    wait_for(lambda: pids.exists() and pids.read_text(), 300)
+    job.send_signal(number)
+    out, errors = job.communicate(timeout=60)
+    if number != signal.SIGKILL:
+        assert re.search(r"tp +5,104\n +sp_megatron +stopped\n", out), out
+        assert "stopped oom_search: 1 of 2 limits found" in out and "exit 130" in out
+        assert errors.splitlines()[-1] == "stopped; the same command goes on from here"
+        assert not alive(folder, "sp_megatron")
+    wait_for(lambda: not alive(folder, "sp_megatron"), 10)
     with open(folder / ".oom_search.jsonl", "a") as file:
-        file.write('{"case": {"how": "predi')  # as if the kill had come in the middle of a line
-    before = len(journal(folder))
-    wait_for(lambda: not alive(folder), 10)
-    (folder / "tp.json").write_text("{}")
+        file.write('{"case": {"how": "predi')  # as if a kill had come in the middle of a line
+    (folder / "sp_megatron.json").write_text("{}")
     [results] = run(folder, search)[2]
     assert [row["longest"] for row in results["results"]] == [5104, 5104]
     cases = [json.dumps(e["case"], sort_keys=True) for e in journal(folder)]
-    assert len(cases) == len(set(cases)) > before, "no step was repeated"
-
-
-@pytest.mark.ci(every=2)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted(folder, number):
-    """sp_megatron waits; of tp everything is known."""
-    fake(folder, tp={}, sp_megatron={"sleep": 60})
-    background = partial(signal.signal, number, signal.SIG_DFL)  # a job of a shell ignores it
-    search = "--memory-gib 5 --strategy tp sp --nproc 1 --jobs 1"
-    job = started(folder, (0, search), preexec_fn=background)
-    pids = folder / "sp_megatron.pids"
-    wait_for(lambda: pids.exists() and pids.read_text())
-    job.send_signal(number)
-    out, errors = job.communicate(timeout=60)
-    assert re.search(r"tp +5,104\n +sp_megatron +stopped\n", out), out
-    assert "stopped oom_search: 1 of 2 limits found" in out and "exit 130" in out
-    assert errors.splitlines()[-1] == "stopped; the same command goes on from here"
-    assert not alive(folder, "sp_megatron")
+    assert len(cases) == len(set(cases)), "no step was repeated"
 
 
 @pytest.mark.slow
@@ -506,24 +489,18 @@ REFUSED = [  # by a step
     (f"{ONE} {CHUNKS} 3", "--head-chunks 3: use 1, 2, 4 or 8"),
     (f"--strategy ulysses --nproc 2 {CHUNKS} 4", "--head-chunks 4: use 1 or 2"),
     (f"--strategy pp --nproc 2 --schedule zb {CHUNKS} 2", "--head-chunks 2: use 1"),
-    ("--strategy pp --nproc 2 --schedule gpipe --model tiny --at 64", "argument --schedule: inv"),
     (f"{ONE} --model ./nowhere --at 64", "no folder or file ./nowhere"),
     (f"{ONE} --model tiny --at 3000000000", "--length 3000000000"),
     ("--strategy plain --nproc 2 --model tiny --at 64", "plain runs on one GPU; use --nproc 1"),
 ]
 REFUSED += [  # before
-    ("--nproc 0", "argument --nproc: 0 is not a whole number above 0"),
     ("--memory-gib none", "argument --memory-gib: none is not a number above 0"),
     ("--lo 9 --hi 8", "no multiple of --step 512 in 9 to 8; use a smaller --step"),
-    ("--lo 520 --hi 1000", "no multiple of --step 512 in 520 to 1000"),
     ("--at 9 --hi 8", "--at tries its lengths only; leave out --lo and --hi"),
-    ("--strategy dp", "argument --strategy: invalid choice: 'dp'"),
     ("--gpu h100 --memory-gib 9", "--gpu is for predictions of a whole card; use --memory-gib"),
     ("--how measured", "--how measured needs 2 GPUs, not 0; use predicted"),
-    ("--how emulated", "--how emulated needs 1 GPUs, not 0; use predicted"),
     ("--json /nowhere/at/all.json", "cannot write /nowhere/at/all.json"),
     ("--journal /nowhere/at/all", "cannot write /nowhere/at/all"),
-    ("--json /", "cannot write /"),
 ]
 
 
@@ -550,13 +527,15 @@ def test_what_the_report_names(searched):
     for key, value in named.items():
         assert f"--{key.replace('_', '-')} {value}" in " ".join(text.split()), text
     assert out["versions"]["torch"] == torch.__version__ and f"torch {torch.__version__}" in text
-    peaks = []
+
+
+def test_what_a_predictions_host_does_is_free(searched):
+    parts = {}
     for optimizer, what in ("none", "forward, backward, no"), ("adamw-host", "a training step"):
-        line = f"{ONE} --model tiny --at 4096 --optimizer {optimizer}"
-        _, text, out = searched(line)
+        _, text, out = searched(f"{ONE} --model tiny --at 4096 --optimizer {optimizer}")
         assert text.startswith(f"\npeak memory of {what}")
-        peaks.append(out["results"][0]["at"][0]["breakdown"])
-    assert peaks[0] == peaks[1], "what a prediction's host does is free"
+        parts[optimizer] = out["results"][0]["at"][0]["breakdown"]
+    assert parts["none"] == parts["adamw-host"]
 
 
 @pytest.mark.ci
@@ -581,11 +560,6 @@ def test_bounds_are_said_where_they_are_the_answer(searched, bounds, answer, tex
     row = results["results"][0]
     assert status == 0 and (row["longest"], row["too_long"], row["bound"]) == answer
     assert text in out and why in out and "done oom_search: 0 of 1 limits found" in out
-
-
-def test_a_tiny_model_has_an_upper_bound():
-    most = oom_search.parse([]).hi // 512
-    assert max(climb(10**12, LINE, 192, 1, most)) == most
 
 
 @pytest.mark.ci
