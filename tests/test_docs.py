@@ -81,6 +81,13 @@ def test_links_resolve(path):
 
 
 @EACH_DOC
+def test_blocks_fit_a_page(path):
+    """At 1280 px no more than 90 characters fit; test_site.py measures it in a browser."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", path.read_text(), re.M | re.S)
+    assert [line for block in blocks for line in block.splitlines() if len(line) > 90] == []
+
+
+@EACH_DOC
 def test_options_and_bugs_named_exist(path):
     """Every --option named in the text is one of some script, of torchrun, pip or Megatron."""
     folders = ".", "labs", "labs/*", "tests", "results"
