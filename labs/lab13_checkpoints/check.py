@@ -7,30 +7,24 @@ full tensors, and from training that nothing stopped.
 import itertools
 import json
 import math
-import os
 import random
 import re
-import shutil
 import tempfile
 import tracemalloc
-import weakref
 import zlib
-from contextlib import contextmanager
-from dataclasses import astuple
+from contextlib import chdir, contextmanager
 from functools import partial
 from pathlib import Path
 from unittest import mock
 
+import safetensors.torch
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.utils import logging
 
 from labs.kit.alive import Alive
 from labs.kit.eye import Calls, Most
 from labs.kit.judge import checks
-from labs.kit.tools import refusal
 from labs.lab13_checkpoints import lesson as finished
 from labs.lab13_checkpoints.disk import Disk, counting, files_of, on_turns
 
@@ -48,9 +42,8 @@ def drawn(seed, shapes=SHAPES):
 
 def part_of(full, shard):
     """A rank's tensor: a copy of its numbers of the full one."""
-    starts = [shard.offset + run * shard.stride for run in range(shard.count)]
-    runs = [range(start, start + shard.length) for start in starts]
-    return full.flatten()[list(itertools.chain(*runs))].clone()
+    runs = (shard.count, shard.length), (shard.stride, 1)
+    return full.flatten()[shard.offset :].as_strided(*runs).flatten().clone()
 
 
 def any_layouts(chosen, world, shapes=SHAPES):
@@ -73,11 +66,6 @@ def any_layouts(chosen, world, shapes=SHAPES):
     return [dict(chosen.sample([*layout.items()], len(layout))) for layout in layouts]
 
 
-def as_lab(lab, layout):
-    """A layout in Shards of a lab's own class: only these are equal to those that it makes."""
-    return {name: lab.Shard(*astuple(shard)) for name, shard in layout.items()}
-
-
 def save_with(lab, folder, full, layouts, backwards=False):
     """Save full tensors {name: tensor} by a lab's save(), from ranks that have these layouts.
 
@@ -86,7 +74,7 @@ def save_with(lab, folder, full, layouts, backwards=False):
     """
 
     def on_rank(group):
-        layout = as_lab(lab, layouts[group.rank()])
+        layout = dict(layouts[group.rank()])
         tensors = {name: part_of(full[name], shard) for name, shard in layout.items()}
         given = [*layout, *tensors]
         with Alive() as alive:
@@ -119,13 +107,9 @@ def same(mine, right):
 @contextmanager
 def empty_folder():
     """A folder that has the same name each time, because errors name it."""
-    folder = Path(tempfile.gettempdir(), f"lab13_{os.getpid()}")
-    shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
-    folder.mkdir()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory() as parent, chdir(parent):
+        Path("saved").mkdir()
+        yield Path("saved")
 
 
 @contextmanager
@@ -140,52 +124,37 @@ def memory():
         tracemalloc.stop()
 
 
+def see_calls(calls, lab, eye):
+    """Note what functions return, [(name, argument, ..)]; a Shard as a list of its fields."""
+    for name, *given in calls:
+        eye.note(f"{name}{(*given,)}", [*getattr(lab, name)(*given)])
+
+
 def cut(group, seed):
-    chosen = random.Random(seed)
-
-    def see_cuts(calls, lab, eye):
-        for shape, *how in calls:
-            shard = lab.cut(shape, *how)
-            eye.note(f"cut{shape, *how}", astuple(shard))
-            numbers = part_of(torch.arange(math.prod(shape)), shard)
-            eye.note(f"numbers of cut{shape, *how}", numbers)
-
-    def see_flat(world, models, lab, eye):
-        for shapes, rank in itertools.product(models, range(world)):
-            found = lab.flat_cut(list(shapes), rank, world)
-            found = [(shard and astuple(shard), at) for shard, at in found]
-            eye.note(f"flat_cut({shapes}, {rank}, {world})", found)
-
-    for dims in 1, 2, 3:
-        calls, right = [((1, 3, 4)[:dims], dims - 1, 0, 1)], {}
-        for _ in range(20):
-            shape = tuple(chosen.randint(1, 6) for _ in range(dims))
-            dim = chosen.randrange(dims)
-            calls.append((shape, dim, *sorted(chosen.sample(range(shape[dim] + 1), 2))))
-        for shape, dim, start, end in calls:
-            full = torch.arange(math.prod(shape)).view(shape)
-            part = full.narrow(dim, start, end - start)
-            right[f"numbers of cut{shape, dim, start, end}"] = part.flatten()
-        yield f"{dims} dimensions", partial(see_cuts, calls), right
+    chosen, calls = random.Random(seed), []
+    for shape in (4,), (1, 4), (3, 1), (3, 4), (1, 2, 3), (2, 3, 2):
+        full = torch.arange(math.prod(shape)).view(shape)
+        for dim, size in enumerate(shape):
+            for start, end in itertools.combinations(range(size + 1), 2):
+                calls.append(("cut", shape, dim, start, end))
+                right = full.narrow(dim, start, end - start).flatten()
+                shard = finished.cut(shape, dim, start, end)
+                assert torch.equal(part_of(full, shard), right), "our cut() is wrong"
+    yield "parts of a dimension", partial(see_calls, calls)
+    calls = []
     for world in range(1, 7):
-        sizes = [[chosen.randint(1, 4) for _ in range(5)] for _ in range(9)]
-        models = [[(a, b), (), (c,), (d, e)] for a, b, c, d, e in sizes]
-        yield f"{world} ranks", partial(see_flat, world, models)
+        for rank, _ in itertools.product(range(world), range(9)):
+            a, b, c, d, e = (chosen.randint(1, 4) for _ in range(5))
+            calls.append(("flat_cut", [(a, b), (), (c,), (d, e)], rank, world))
+    yield "shares of a flat vector", partial(see_calls, calls)
 
 
 def overlap(group, seed):
-    chosen = random.Random(seed)
-
-    def see(saved, loaded, lab, eye):
-        for mine, theirs in itertools.product(loaded, saved):
-            for name in filter(theirs.__contains__, mine):
-                shards = astuple(mine[name]), astuple(theirs[name])
-                found = lab.overlap(*(lab.Shard(*each) for each in shards))
-                eye.note(f"overlap{shards}", [tuple(each) for each in found])
-
-    for number in range(9):
-        layouts = any_layouts(chosen, 3), any_layouts(chosen, 3)
-        yield f"layouts {number}", partial(see, *layouts)
+    chosen, calls = random.Random(seed), []
+    for _ in range(9):
+        for mine, theirs in itertools.product(any_layouts(chosen, 3), any_layouts(chosen, 3)):
+            calls += [("overlap", mine[n], theirs[n]) for n in mine if n in theirs]
+    yield "all kinds of Shards", partial(see_calls, calls)
 
 
 def owners(group, seed):
@@ -193,20 +162,16 @@ def owners(group, seed):
 
     def see(cases, lab, eye):
         for title, layouts in cases.items():
-            given = [as_lab(lab, layout) for layout in layouts]
-            found = lab.owners(given)
-            found = {(name, astuple(shard)): rank for (name, shard), rank in found.items()}
+            given = [dict(layout) for layout in layouts]
+            try:
+                found, said = lab.owners(given), ""
+            except lab.CheckpointError as problem:
+                found, said = {}, str(problem)
+            eye.note(f"{title}: a CheckpointError names o", "o" in re.findall(r"\w+", said))
             eye.note(f"{title}: what is saved", sorted(found))
             for (name, shard), rank in sorted(found.items()):
                 eye.note(f"{title}: the rank that saves {name}, {shard}", rank)
-            eye.note(f"{title}: overwritten", [*map(list, given)] != [*map(list, layouts)])
-
-    def see_refused(cases, lab, eye):
-        for title, shards in cases.items():
-            layouts = [as_lab(lab, {"q": q, "o": shard}) for shard in shards]
-            said = refusal(lab.CheckpointError, lab.owners, layouts) or ""
-            named = "o" in re.findall(r"\w+", said)
-            eye.note(f"o has {title}: a CheckpointError names it", named)
+            eye.note(f"{title}: overwritten", given != layouts)
 
     cases = {"replicas": [{name: finished.whole(shape) for name, shape in SHAPES.items()}] * 3}
     for number, world in enumerate((1, 2, 3, 4) * 5):
@@ -222,53 +187,48 @@ def owners(group, seed):
         "rows and columns": [rows(0, 2), columns(0, 5)],
         "two shapes": [o, turned],
     }
-    yield "holes, and parts that are there twice", partial(see_refused, cases)
+    cases = {title: [{"q": q, "o": o} for o in shards] for title, shards in cases.items()}
+    yield "holes, and parts that are there twice", partial(see, cases)
 
 
 def write(group, seed):
     def see(full, lab, eye):
         kinds = {n: (finished.DTYPE_NAMES[x.dtype], tuple(x.shape)) for n, x in full.items()}
-        alive, most, asked = weakref.WeakSet(), [0], []
+        asked = []
 
         def get(name):
-            tensor = full[name].clone()
             asked.append(name)
-            alive.add(tensor)
-            most.append(len(alive))
-            return tensor
+            return full[name].clone()
 
         with empty_folder() as folder:
             path, disk = folder / "x.safetensors", Disk(folder)
-            with disk.watching():
+            with disk.watching(), Alive() as alive:
                 found = lab.write_tensors(path, kinds, get)
             data = path.read_bytes()
             path.write_bytes(b"what a save that was killed has left" + data)
-            with memory() as most_bytes, mock.patch.object(lab, "BLOCK", 4096):
+            with memory() as most, mock.patch.object(lab, "BLOCK", 4096):
                 lab.write_tensors(str(path), kinds, full.get)
             again = path.read_bytes()
         size = int.from_bytes(data[:8], "little")
         header = json.loads(data[8:][:size])
         eye.note("the header's length modulo 8", size % 8)
-        eye.note("__metadata__", str(header.pop("__metadata__", "missing")))
+        eye.note("__metadata__", header.pop("__metadata__", "missing"))
         eye.note("the tensors in the header", list(header))
         for name, how in header.items():
-            eye.note(f"{name} in the header", str(sorted(how.items())))
-            begin, end = how["data_offsets"]
-            numbers = bytearray(data[8 + size :][begin:end])
-            x = torch.frombuffer(numbers, dtype=finished.DTYPES[how["dtype"]])
-            eye.note(name, x.view(how["shape"]))
-        eye.note("bytes behind the header", len(data) - 8 - size)
+            eye.note(f"{name} in the header", sorted(how.items()))
+        for name, x in safetensors.torch.load(data).items():
+            eye.note(name, x)
         eye.note('"bytes" is the file\'s length', found["bytes"] == len(data))
         eye.note('"crc32" is that of the file', found["crc32"] == zlib.crc32(data))
         places = {name: at - 8 - size for name, at in found["at"].items()}
-        eye.note('"at", less 8 and the header', str(places))
+        eye.note('"at", less 8 and the header', places)
         eye.note("what get() is asked for", asked)
-        eye.note("tensors at once", Most(max(most)))
-        eye.note("all of the file is in memory at once", most_bytes[0] > 120_000)
+        eye.note("bytes of tensors at once", Most(alive.peak))
+        eye.note("all of the file is in memory at once", most[0] > 120_000)
         eye.note("an older file of that name is written over", again == data)
-        eye.note("the file is synced", f"os.fsync of {path.name}" in disk.steps)
-        eye.note("a power failure leaves the bytes", disk.contents.get(path.name) == data)
-        eye.note("a power failure leaves the name", path.name in disk.power_failure())
+        left = disk.power_failure().get(path.name)
+        lost = "the file" if left is None else f"{len(data) - len(left)} bytes"
+        eye.note("what a power failure takes", lost)
 
     full = drawn(seed, {"größe": (7,), **LARGE})
     yield "four dtypes", partial(see, full), full
@@ -300,27 +260,23 @@ def save(group, seed):
 
     def see_stops(first, second, backwards, lab, eye):
         with empty_folder() as folder:
-            saved, restart, bad = folder / "saved", folder / "restart", {}
-            saved.mkdir()
-            save_with(finished, saved, old, first)
-            disk = Disk(saved)
+            save_with(finished, folder, old, first)
+            disk, bad = Disk(folder), {}
             with disk.watching():
-                save_with(lab, saved, new, second, backwards)
-            for (way, files), step in disk.left.items():
+                save_with(lab, folder, new, second, backwards)
+            for number, ((way, files), step) in enumerate(disk.left.items()):
+                restart = Path(f"restart{number}")
                 restart.mkdir()
                 for name, data in files:
                     Path(restart, name).write_bytes(data)
                 found, problem = read_full(restart)
-                shutil.rmtree(restart)
                 if not same(found, old) and not same(found, new):
                     bad.setdefault(way, f"{step}: {problem or 'a mixture of old and new'}")
-            renamed = "index.json is replaced"
-            before = itertools.takewhile(renamed.__ne__, disk.steps)
-            synced = any(step.startswith("os.fsync of index") for step in before)
-            eye.note("the new index is synced before it is renamed", synced)
-            for way in "a kill", "a power failure":
-                eye.note(f"{way} leaves neither checkpoint after", bad.get(way, "no step"))
-            eye.note("renamings of the index", Most(disk.steps.count(renamed)))
+        synced = any(step.startswith("os.fsync of index") for step in disk.steps)
+        eye.note("the index is synced", synced)
+        for way in "a kill", "a power failure":
+            eye.note(f"{way} leaves neither checkpoint after", bad.get(way, "no step"))
+        eye.note("renamings of the index", Most(disk.steps.count("index.json is replaced")))
 
     saves, right = [], {}
     for i, world in enumerate((2, 3, 1, 4, 2)):
@@ -338,7 +294,7 @@ def save(group, seed):
 
 
 def verify(group, seed):
-    shapes = {"large": (256, 64), "q": (6, 4), "o": (4, 10)}
+    shapes = {"large": (256, 64), "query": (6, 4), "output": (4, 10)}
     full = drawn(seed, shapes)
     rows = [{}, {}]
     for (name, shape), rank in itertools.product(shapes.items(), (0, 1)):
@@ -350,6 +306,10 @@ def verify(group, seed):
     first, second = index["files"]
     size = len(saved[first])
 
+    def said(line, names):
+        named = [name for name in names if name in (line or "")]
+        return f"{len(line.splitlines())} line on {named}" if line else "nothing"
+
     def see_damage(changed, lab, eye):
         with empty_folder() as folder:
             for name, data in (saved | changed).items():
@@ -357,22 +317,19 @@ def verify(group, seed):
                     Path(folder, name).write_bytes(data)
             orders = [first, second], [second, first], [second]
             for block, files in itertools.product((5000, size, size - 1), orders):
+                title = f"{', '.join(files)}, BLOCK {block}"
                 blocks = mock.patch.object(lab, "BLOCK", block)
                 with blocks, counting() as read, memory() as most:
                     found = lab.damage(folder, index, files)
-                named = [name for name in saved if str(folder / name) in (found or "")]
-                said = f"{len(found.splitlines())} line on {named}" if found else "nothing"
-                title = f"{', '.join(files)}, BLOCK {block}"
-                eye.note(f"{title}: damage() returns", said)
+                paths = [str(folder / name) for name in saved]
+                eye.note(f"{title}: damage() returns", said(found, paths))
                 eye.note(f"{title}: all of a file is in memory", Most(most[0] > size))
                 eye.note(f"{title}: bytes read", Most(read.total()))
 
     def see_mismatch(models, lab, eye):
         for title, (mine, where) in models.items():
-            found = lab.mismatch(index, tensors | mine, as_lab(lab, layout | where))
-            named = [n for n in [*shapes, "more"] if n in re.findall(r"\w+", found or "")]
-            said = f"a line on {named}" if found else "nothing"
-            eye.note(f"{title}: mismatch() returns", said)
+            found = lab.mismatch(index, tensors | mine, layout | where)
+            eye.note(f"{title}: mismatch() returns", said(found, [*shapes, "bias"]))
 
     def flipped(place):
         data = bytearray(saved[first])
@@ -391,20 +348,20 @@ def verify(group, seed):
     }
     for title, changed in damages.items():
         yield title, partial(see_damage, changed)
-    layout = {name: rows[0][name] for name in ("q", "o")}  # some other rank has large
+    layout = {name: rows[0][name] for name in ("query", "output")}  # some other rank has large
     tensors = {name: part_of(full[name], shard) for name, shard in layout.items()}
     whole = {name: finished.whole(shape) for name, shape in shapes.items()}
-    half = {"o": full["o"].half()}
-    wider = {"q": finished.cut((12, 4), 0, 0, 3)}
+    half = {"output": full["output"].half()}
+    wider = {"query": finished.cut((12, 4), 0, 0, 3)}
     models = {
         "all fits": ({}, {}),
         "full tensors": (full, {name: whole[name] for name in layout}),
         "all names": (full, whole),
-        "a name that was not saved": ({"more": full["q"]}, {"more": whole["q"]}),
+        "a name that was not saved": ({"bias": full["query"]}, {"bias": whole["query"]}),
         "rows of a larger matrix": ({}, wider),
-        "as many numbers in another shape": ({}, {"q": finished.cut((4, 6), 0, 0, 2)}),
+        "as many numbers in another shape": ({}, {"query": finished.cut((4, 6), 0, 0, 2)}),
         "another dtype": (half, {}),
-        "another dtype, more bytes": ({"o": full["o"].float()}, {}),
+        "another dtype, more bytes": ({"output": full["output"].float()}, {}),
         "two that do not fit": (half, wider),
     }
     yield "models", partial(see_mismatch, models)
@@ -421,7 +378,7 @@ def fill(group, seed):
                 tensors = {n: part_of(full[n], s) * torch.nan for n, s in layout.items()}
                 given = dict(tensors)
                 with memory() as most, counting() as read, Alive() as alive:
-                    lab.fill(folder, index, tensors, as_lab(lab, layout))
+                    lab.fill(folder, index, tensors, layout)
                 changed = [*map(id, given.values())] != [*map(id, tensors.values())]
                 eye.note(f"rank {rank}: tensors is overwritten", changed)
                 for name, x in given.items():
@@ -441,17 +398,17 @@ def fill(group, seed):
         yield title, partial(see, full, saved, loaded), right
 
 
-def tied_model(seed, dtype):
-    """(a model with a tied matrix and a parameter without gradient, AdamW in two groups)"""
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 4), nn.Linear(4, 6, bias=False))
-    model[2].weight = model[0].weight
-    model.unused = nn.ParameterList([torch.ones(3)])
-    order = [*model.to(dtype).parameters()][::-1]
-    return model, torch.optim.AdamW([{"params": order[:1]}, {"params": order[1:]}], lr=0.1)
-
-
 def optimizer(group, seed):
+    def model_of(seed, dtype):
+        """(a model with a tied matrix and an unused parameter, AdamW in two groups)"""
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 4), nn.Linear(4, 6, bias=False))
+        model[2].weight = model[0].weight
+        model.unused = nn.ParameterList([torch.ones(3)])
+        order = [*model.to(dtype).parameters()][::-1]
+        groups = [{"params": order[:1]}, {"params": order[1:]}]
+        return model, torch.optim.AdamW(groups, lr=0.1)
+
     def train(model, adam, steps):
         for step in steps:
             ids = torch.randint(6, (8,), generator=torch.Generator().manual_seed(seed + step))
@@ -459,31 +416,22 @@ def optimizer(group, seed):
             model[:3](ids).logsumexp(-1).mean().backward()
             adam.step()
 
-    def see_state(title, model, adam, lab, eye):
-        found = lab.training_state(model, adam)
-        eye.note(f"{title}: names", sorted(found))
-        for name, x in found.items():
-            eye.note(f"{title}: {name}", x)
-            eye.note(f"{title}: {name} needs a gradient", x.requires_grad)
-            parameter, _, key = name.partition("/")
-            parameter = model.get_parameter(parameter)
-            own = adam.state[parameter].get(key) if key else parameter
-            used = own is not None and x.data_ptr() == own.data_ptr()
-            eye.note(f"{title}: {name} is what training uses", used)
-        return found
-
     def see(dtype, lab, eye):
-        first, second = tied_model(seed, dtype), tied_model(seed + 9, dtype)
+        first, second = model_of(seed, dtype), model_of(seed + 9, dtype)
         train(*first, range(3))
-        saved = see_state("after 3 steps", *first, lab, eye)
-        for name, x in see_state("before the first step", *second, lab, eye).items():
+        saved, new = lab.training_state(*first), lab.training_state(*second)
+        for when, state in ("after 3 steps", saved), ("before the first step", new):
+            eye.note(f"{when}: names", sorted(state))
+            for name, x in state.items():
+                eye.note(f"{when}: {name}", x)
+        for name, x in new.items():
             x.copy_(saved[name])
         train(*second, range(3, 6))
         for name, parameter in second[0].named_parameters():
             eye.note(f"3 steps, a copy, 3 steps: {name}", parameter)
 
     for dtype in torch.float64, torch.bfloat16:
-        model, adam = tied_model(seed, dtype)
+        model, adam = model_of(seed, dtype)
         train(model, adam, range(6))
         weights = model.named_parameters()
         right = {f"3 steps, a copy, 3 steps: {name}": p for name, p in weights}
@@ -494,8 +442,6 @@ def export(group, seed):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 90}
     sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     older = b"what was exported before"
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
 
     def see_export(state, layouts, model, lab, eye):
         with empty_folder() as folder:
@@ -503,16 +449,14 @@ def export(group, seed):
             model.config.save_pretrained(folder)
             path, there = folder / "model.safetensors", files_of(folder)
             path.write_bytes(older)
-            disk, parts = Disk(folder), {}
+            disk = Disk(folder)
             with disk.watching(), Alive() as alive:
                 lab.export(folder, path)
             eye.note("new files", sorted(files_of(folder).keys() - there.keys()))
-            for (way, files), step in disk.left.items():
-                if dict(files)[path.name] not in (older, path.read_bytes()):
-                    parts.setdefault(way, step)
-            for way in "a kill", "a power failure":
-                eye.note(f"{way} leaves a part of a file after", parts.get(way, "no step"))
-            eye.note("names in the file", sorted(safe_open(path, "pt").keys()))
+            complete = older, path.read_bytes()
+            parts = {way for way, files in disk.left if dict(files)[path.name] not in complete}
+            eye.note("what leaves a part of a file", sorted(parts))
+            eye.note("names in the file", sorted(safetensors.torch.load_file(path)))
             theirs = LlamaForCausalLM.from_pretrained(folder, dtype=model.dtype)
         for name, parameter in theirs.named_parameters():
             eye.note(f"HF's {name}", parameter)
@@ -527,7 +471,7 @@ def export(group, seed):
             eye.note("names in the index", sorted(index["tensors"]))
             for name, parameter in model.named_parameters():
                 how = json.loads(json.dumps(index["tensors"][name]))  # lists or tuples
-                eye.note(f"{name} in the index", str(sorted(how.items())))
+                eye.note(f"{name} in the index", how)
                 x = torch.zeros_like(parameter)
                 finished.fill(folder, index, {name: x}, {name: finished.whole(x.shape)})
                 eye.note(f"HF's {name}", x)

@@ -8,11 +8,12 @@ import builtins
 import copy
 import io
 import os
-import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from threading import Semaphore
 from types import SimpleNamespace
 from unittest import mock
 
@@ -55,19 +56,15 @@ class Disk:
         self.note()
 
     def open(self, real, path, mode="r", *args, **kwargs):
-        """open(), or os.open(), whose mode is a number."""
-        if isinstance(mode, str):
-            writes, empties = set("wax+") & set(mode), "w" in mode
-        else:
-            writes, empties = mode & (os.O_WRONLY | os.O_RDWR), mode & os.O_TRUNC
-        if not writes or isinstance(path, int) or Path(path).parent != self.folder:
+        reads = not set("wax+") & set(mode)
+        if reads or isinstance(path, int) or Path(path).parent != self.folder:
             return real(path, mode, *args, **kwargs)
         name = Path(path).name
         with self.step(f"{name} is opened"):
             file = real(path, mode, *args, **kwargs)
             if name not in self.contents:
                 self.before.setdefault(name, None)
-            if name not in self.contents or empties:
+            if name not in self.contents or "w" in mode:
                 self.contents[name] = b""
         return file
 
@@ -102,7 +99,7 @@ class Disk:
     @contextmanager
     def watching(self):
         """In this context the disk sees what is done by open() and by functions of os."""
-        ways = [(module, "open", self.open) for module in (builtins, io, os)]
+        ways = [(module, "open", self.open) for module in (builtins, io)]
         ways += [(os, name, self.rename) for name in ("rename", "replace")]
         ways += [(os, name, self.remove) for name in ("remove", "unlink")]
         with ExitStack() as stack:
@@ -144,19 +141,23 @@ def on_turns(lab, world, function, backwards=False):
     A rank runs until it waits in the lab's gather_objects(), then the next one does. So rank 0
     is as far ahead of the others as it can get; backwards: the last rank is.
     """
-    order = list(range(world))[:: -1 if backwards else 1]
+    order = [*range(world)][:: -1 if backwards else 1]
     after = dict(zip(order, order[1:] + order[:1]))
-    go = [threading.Semaphore(0) for _ in order]
-    meetings, results, problems, done = [{}], [None] * world, [], []
+    go = [Semaphore(0) for _ in order]
+    meetings, results, problems, done = [{}], [None] * world, [], set()
+
+    def pass_on(rank):
+        """The next rank's turn; come back when it has come round."""
+        go[after[rank]].release()
+        go[rank].acquire()
 
     def gather(value, group):
         rank, given = group.rank(), meetings[-1]
         given[rank] = copy.deepcopy(value)
         if len(given) == world:
             meetings.append({})
-        go[after[rank]].release()
-        go[rank].acquire()
-        if len(given) < world:  # the turn has come round, and some rank does not wait
+        pass_on(rank)
+        if len(given) < world:
             raise RuntimeError(f"only ranks {sorted(given)} wait in gather_objects")
         return [copy.deepcopy(given[rank]) for rank in range(world)]
 
@@ -168,19 +169,14 @@ def on_turns(lab, world, function, backwards=False):
                 results[rank] = function(group)
         except BaseException as problem:  # whatever a learner's code raises
             problems.append(problem)
-        done.append(rank)
-        while len(done) < world:  # the turn goes round
-            go[after[rank]].release()
-            go[rank].acquire()
+        done.add(rank)
+        while len(done) < world:
+            pass_on(rank)
         go[after[rank]].release()
 
-    with mock.patch.object(lab, "gather_objects", gather):
-        threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in order]
-        for thread in threads:
-            thread.start()
+    with mock.patch.object(lab, "gather_objects", gather), ThreadPoolExecutor(world) as pool:
         go[order[0]].release()
-        for thread in threads:
-            thread.join()
+        pool.map(main, order)
     if problems:
         raise problems[0]
     return results, len(meetings) - 1

@@ -34,13 +34,13 @@ core/dist_checkpointing/mapping.py. Universal Checkpointing, arXiv 2406.18820. P
 2014: what a crash leaves of writes and renames.
 """
 
-import dataclasses
 import json
 import math
 import os
 import sys
 import zlib
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -59,8 +59,7 @@ class CheckpointError(Exception):
 # ---- The lesson 1: what a rank holds of a tensor -------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Shard:
+class Shard(NamedTuple):
     """Numbers of a full tensor, in row-major order: `count` runs of `length`, `stride` apart, the
     first at `offset`. The rank's own tensor has the runs one behind the other."""
 
@@ -231,7 +230,7 @@ def gather_objects(value, group):
 
 def gather_layouts(layout, group):
     """Every rank's {name: Shard}; sent as tuples, because pickle finds no class of a lab."""
-    plain = {name: dataclasses.astuple(shard) for name, shard in layout.items()}
+    plain = {name: tuple(shard) for name, shard in layout.items()}
     everyone = gather_objects(plain, group)
     return [{name: Shard(*fields) for name, fields in each.items()} for each in everyone]
 
@@ -242,7 +241,7 @@ def make_index(number, layouts, everyone):
     for layout, (file, kinds, written) in zip(layouts, everyone):
         index["files"][file] = {"bytes": written["bytes"], "crc32": written["crc32"]}
         for name, (dtype, _) in kinds.items():
-            shape, *runs = dataclasses.astuple(layout[name])
+            shape, *runs = layout[name]
             piece = {"file": file, "at": written["at"][name], "runs": runs}
             entry = {"dtype": dtype, "shape": shape, "pieces": []}
             index["tensors"].setdefault(name, entry)["pieces"].append(piece)
