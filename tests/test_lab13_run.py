@@ -5,7 +5,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from learner import CHECKS, LABS, SHOWN, harness, run_lab
+from learner import LABS, harness, shown
 from pytest import approx
 
 from labs.lab13_checkpoints import check, suite
@@ -18,23 +18,13 @@ NUMBERS = V * H + LAYERS * (2 * H * H + 2 * KV * H + 3 * MLP * H + 2 * H) + H
 TENSORS = 1 + LAYERS * 9 + 1
 
 
-def results_of(monkeypatch, tmp_path, *options):
-    monkeypatch.setattr(CHECKS["lab13"], "CHECKS", {})  # test_labs.py runs them
-    file = tmp_path / "results.json"
-    assert run_lab(LABS["lab13"], ["--json", str(file), *options]) == 0
-    return json.loads(file.read_text())
-
-
 @pytest.mark.ci(every=2)
 @pytest.mark.slow  # half a minute; all: two minutes
 @pytest.mark.parametrize("which,count", [("some", suite.SOME), ("all", len(suite.LAYOUTS))])
-def test_every_layout_into_every_other(which, count, monkeypatch, tmp_path):
-    found = results_of(monkeypatch, tmp_path, "--pairs", which, "--seed", "3")
+def test_every_layout_into_every_other(which, count, tmp_path):
+    found = shown("lab13", tmp_path, "--pairs", which, "--seed", "3")
     assert len({(row["saved"], row["loaded"]) for row in found["pairs"]}) == count**2
-    assert found["failed"] == []
-    for row in found["pairs"]:
-        assert row["error"] <= 1e-12, row
-        assert [sum(files) for files in row["read"]] == row["held"]
+    for row in found["pairs"]:  # the run itself judges errors, and what is read
         assert max(row["peak"]) < 100_000  # the whole is four times that
     for row in found["saves"]:
         assert sum(row["written"]) == 3 * 8 * NUMBERS + 4 * TENSORS, "each number once"
@@ -44,21 +34,6 @@ def test_every_layout_into_every_other(which, count, monkeypatch, tmp_path):
     assert all(ours == held and theirs > held for held, theirs, ours in dcp["loaded"])
     assert dcp["plain"] == [True, False], "DCP keeps one rank's plain tensor for all"
     assert found["prediction"]["measured"] == approx(100 * 8 / 25)
-
-
-def test_the_pictures_cuts(tmp_path):
-    """Of 50 rows 17, 17, 16; of o_proj's 24 columns 8 each."""
-    pieces = [[[0, 600, 0, 1], 0], [[600, 600, 0, 1], 1]]
-    columns = [[[0, 16, 24, 24], 0], [[16, 8, 24, 24], 1]]
-    found = {"a.embedding.weight": [[50, 24], pieces], "a.o_proj.weight": [[24, 24], columns]}
-    results = {
-        "sources": found,
-        "pairs": [],
-        "saves": [{"written": [1], "held": [1], "layout": "x"}],
-    }
-    path = tmp_path / "cuts.png"
-    SHOWN["lab13"].draw(results, path)
-    assert path.stat().st_size > 10_000
 
 
 def test_the_example_of_the_page(tmp_path):
