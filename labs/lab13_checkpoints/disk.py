@@ -56,15 +56,19 @@ class Disk:
         self.note()
 
     def open(self, real, path, mode="r", *args, **kwargs):
-        reads = not set("wax+") & set(mode)
-        if reads or isinstance(path, int) or Path(path).parent != self.folder:
+        """open(), or os.open(), whose mode is a number."""
+        if isinstance(mode, str):
+            writes, empties = set("wax+") & set(mode), "w" in mode
+        else:
+            writes, empties = mode & (os.O_WRONLY | os.O_RDWR), mode & os.O_TRUNC
+        if not writes or isinstance(path, int) or Path(path).parent != self.folder:
             return real(path, mode, *args, **kwargs)
         name = Path(path).name
         with self.step(f"{name} is opened"):
             file = real(path, mode, *args, **kwargs)
             if name not in self.contents:
                 self.before.setdefault(name, None)
-            if name not in self.contents or "w" in mode:
+            if name not in self.contents or empties:
                 self.contents[name] = b""
         return file
 
@@ -99,7 +103,7 @@ class Disk:
     @contextmanager
     def watching(self):
         """In this context the disk sees what is done by open() and by functions of os."""
-        ways = [(module, "open", self.open) for module in (builtins, io)]
+        ways = [(module, "open", self.open) for module in (builtins, io, os)]
         ways += [(os, name, self.rename) for name in ("rename", "replace")]
         ways += [(os, name, self.remove) for name in ("remove", "unlink")]
         with ExitStack() as stack:

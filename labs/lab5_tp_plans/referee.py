@@ -141,7 +141,8 @@ def read(folder, **how):
     torch.manual_seed(0)
     how |= {"dtype": torch.float64, "attn_implementation": "sdpa", "local_files_only": True}
     how |= {"use_safetensors": True, "trust_remote_code": False}  # no code of the folder is run
-    return AutoModelForCausalLM.from_pretrained(folder, **how).eval()
+    auto = AutoModelForCausalLM
+    return auto.from_pretrained(folder, **how).eval()
 
 
 def gradients(model, whole):
