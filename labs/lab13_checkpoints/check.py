@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
-import safetensors.torch
 import torch
+from safetensors.torch import load as read_safetensors
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -216,7 +216,7 @@ def write(group, seed):
         eye.note("the tensors in the header", list(header))
         for name, how in header.items():
             eye.note(f"{name} in the header", sorted(how.items()))
-        for name, x in safetensors.torch.load(data).items():
+        for name, x in read_safetensors(data).items():
             eye.note(name, x)
         eye.note('"bytes" is the file\'s length', found["bytes"] == len(data))
         eye.note('"crc32" is that of the file', found["crc32"] == zlib.crc32(data))
@@ -456,7 +456,7 @@ def export(group, seed):
             complete = older, path.read_bytes()
             parts = {way for way, files in disk.left if dict(files)[path.name] not in complete}
             eye.note("what leaves a part of a file", sorted(parts))
-            eye.note("names in the file", sorted(safetensors.torch.load_file(path)))
+            eye.note("names in the file", sorted(read_safetensors(path.read_bytes())))
             theirs = LlamaForCausalLM.from_pretrained(folder, dtype=model.dtype)
         for name, parameter in theirs.named_parameters():
             eye.note(f"HF's {name}", parameter)
