@@ -530,7 +530,10 @@ def main(argv):
     options = parser.parse_args(argv)
     if not options.trial and not all(os.access(path, os.W_OK) for path in (HERE, README)):
         parser.exit(2, f"error: cannot write to {HERE}: use --trial, which keeps nothing\n")
-    every = [name for name in PARTS if name not in OF_A_GPU or torch.cuda.is_available()]
+    has_gpu = torch.cuda.is_available()
+    if not (has_gpu or options.trial) and set(options.part) & set(OF_A_GPU):
+        parser.exit(2, "error: no GPU here: use cpu, or --trial, which is of a tiny model\n")
+    every = [name for name in PARTS if has_gpu or name not in OF_A_GPU]
     good = [make(name, options.trial) for name in options.part or every if name != "tables"]
     if not options.trial:
         README.write_text(with_tables(README.read_text(encoding="utf-8")), encoding="utf-8")

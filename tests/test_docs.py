@@ -138,7 +138,7 @@ ELSEWHERE = {  # commands that are run as they stand, but not by the test below
     r"python tests/(mutants|prove)\.py": "prove.py",
     r"--model DIR": "test_referee.py, with a folder and plans of its own",
     r"\$GGUF": "test_real_weights.py",
-    r"results/make\.py$": "make results, by hand: it takes an hour",
+    r"results/make\.py( cpu| gpu| limits)?$": "test_results.py, on a tiny model: they take hours",
     r"torchrun .*--model llama-3\.[12]-": "nowhere: it takes GPUs",
     r"--how predicted .*--at|--plan --nodes": "test_predictions_for_gpus, below",
 }

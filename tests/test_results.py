@@ -16,6 +16,13 @@ def test_readme_shows_what_was_found():
         assert changed != text and make.with_tables(changed) == text, "changed by hand: put right"
 
 
+@pytest.mark.skipif(make.torch.cuda.is_available(), reason="there is a GPU")
+def test_what_takes_a_gpu_is_refused_without_one(capsys):
+    with pytest.raises(SystemExit) as ended:
+        make.main(["gpu"])
+    assert ended.value.code == 2 and capsys.readouterr().err.startswith("error: no GPU here: use")
+
+
 def steps_of(part, trial, outcomes):
     """{step: command line} of a part whose steps come to these outcomes."""
     steps, lines, outcome = make.PARTS[part](trial), {}, None
