@@ -9,7 +9,7 @@ pytestmark = pytest.mark.slow  # to make them all takes half a minute, to run a 
 
 @pytest.mark.ci
 def test_correctness_catches_what_changes_the_mathematics():
-    run = python("tests/mutants.py", "--every", "200", timeout=600)
+    run = python("tests/mutants.py", "--every", "300", timeout=600)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
     assert int(run.stdout.splitlines()[-1].split()[4]) >= 4, "enough of them"
 
