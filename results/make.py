@@ -532,7 +532,7 @@ def main(argv):
         parser.exit(2, f"error: cannot write to {HERE}: use --trial, which keeps nothing\n")
     has_gpu = torch.cuda.is_available()
     if not (has_gpu or options.trial) and set(options.part) & set(OF_A_GPU):
-        parser.exit(2, "error: no GPU here: use cpu, or --trial, which is of a tiny model\n")
+        parser.exit(2, "error: no GPU here: use cpu, or --trial, which runs a tiny model\n")
     every = [name for name in PARTS if has_gpu or name not in OF_A_GPU]
     good = [make(name, options.trial) for name in options.part or every if name != "tables"]
     if not options.trial:

@@ -16,14 +16,7 @@ from conftest import ROOT
 from labs import grade
 from labs.kit import harness
 from labs.kit.cli import UsageError  # noqa: F401
-from labs.kit.mistakes import (
-    REGION,  # noqa: F401
-    Mistake,
-    edits_of,
-    read_mistakes,
-    regions_of,
-    with_mistake,
-)
+from labs.kit.mistakes import Mistake, edits_of, read_mistakes, regions_of, with_mistake
 from labs.kit.run import run_lab  # noqa: F401
 
 LABS = {lab.parent.name.partition("_")[0]: lab for lab in grade.lab_files()}  # their lessons

@@ -14,7 +14,6 @@ from learner import (
     FILES,
     LABS,
     NAMES,
-    REGION,
     SAVED,
     SHOWN,
     answered,
@@ -25,7 +24,7 @@ from learner import (
     wrong_answers,
 )  # fmt: skip
 
-from labs.kit.mistakes import with_mistake
+from labs.kit.mistakes import REGION, with_mistake
 
 EACH_LAB = pytest.mark.parametrize("name", NAMES)
 MAIN = '\nif __name__ == "__main__":'

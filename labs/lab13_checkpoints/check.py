@@ -272,11 +272,13 @@ def save(group, seed):
                 found, problem = read_full(restart)
                 if not same(found, old) and not same(found, new):
                     bad.setdefault(way, f"{step}: {problem or 'a mixture of old and new'}")
-        synced = any(step.startswith("os.fsync of index") for step in disk.steps)
-        eye.note("the index is synced", synced)
+        renamed = "index.json is replaced"
+        before = itertools.takewhile(renamed.__ne__, disk.steps)
+        synced = any(step.startswith("os.fsync of index") for step in before)
+        eye.note("the new index is synced before it is renamed", synced)
         for way in "a kill", "a power failure":
             eye.note(f"{way} leaves neither checkpoint after", bad.get(way, "no step"))
-        eye.note("renamings of the index", Most(disk.steps.count("index.json is replaced")))
+        eye.note("renamings of the index", Most(disk.steps.count(renamed)))
 
     saves, right = [], {}
     for i, world in enumerate((2, 3, 1, 4, 2)):

@@ -121,8 +121,8 @@ def timed_steps(first, group, lab):
 
     def step():
         turn = len(times)
-        times.append(LONG * ((7 if turn % 2 else 1) if turn % 3 == group.rank() else 0.3))
-        times[0] += first * (turn == 0)
+        length = (7 if turn % 2 else 1) if turn % 3 == group.rank() else 0.3
+        times.append(LONG * length + (0 if times else first))
 
     clocks = dict.fromkeys(("perf_counter", "monotonic", "time"), lambda: sum(times))
     with mock.patch.multiple(time, **clocks):

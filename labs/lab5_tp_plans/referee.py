@@ -201,8 +201,8 @@ def judge(group, lab, folder, plan, sequence_parallel):
 
 def verdict_of(ranks):
     """Of the ranks' rows one: the largest errors of all ranks, "wrong" {name: both}, "verdict"."""
-    row, many = ranks[0] | {"wrong": {}}, [rank["errors"] for rank in ranks]
-    del row["errors"]
+    row = {name: value for name, value in ranks[0].items() if name != "errors"}
+    many = [rank["errors"] for rank in ranks]
     worst = {n: [max(e[i][n] for e in many) for i in (0, 1)] for n in many[0][0]}
     row["wrong"] = {name: both for name, both in worst.items() if not max(both) <= LIMIT}
     row["verdict"] = "WRONG" if row["wrong"] else "right"
