@@ -23,7 +23,8 @@ HINTS = {  # {a part of what is said: the cause}
     "non-empty list of Tensors": "there may be no tensor, and then nothing to do",
     "has to be contiguous": "send and receive into contiguous tensors: x.contiguous()",
     "Pair is not connected": "sent to itself? group_src, group_dst, group_peer count in the group",
-    "Wait timeout": "a rank that the group does not have? its ranks are 0 to P - 1, so take % P",
+    "Wait timeout": "a rank that does not call what the others call, or that the group does not "
+    "have: its ranks are 0 to P - 1, so take % P",
     "gloo/transport": "all wait, or one died; start both (isend, irecv), then wait for both",
     "has no attribute 'wait'": "only async_op=True returns a handle",
     "between instances of 'str'": "a file has text: turn it into a number by int() or float()",

@@ -115,11 +115,16 @@ def see_tiles(block, xs, dys, tokens, recomputed, lab, eye):
     for name, y in zip(("the output", "the second output"), ys):
         eye.note(name, y)
     eye.note("the largest tile, in tokens", max(block.tokens))
+    incoming = []
+    for y in ys:
+        y.register_hook(lambda grad: incoming.append((grad, grad.clone())))
     wanted = dict(zip(("x", "the second x"), given)) | dict(block.named_parameters())
     found = gradients(sum((y * dy).sum() for y, dy in zip(ys, dys)), [*wanted.values()])
     for name, grad in zip(wanted, found):
         eye.note(f"the gradient of {name}", grad)
     eye.note("x is overwritten", not all(map(torch.equal, given, xs)))
+    same = all(torch.equal(*each) for each in incoming)
+    eye.note("the output's gradient is overwritten", not same)
     eye.note("runs of the block in two forwards and backwards", len(block.tokens))
     eye.note("runs of the block's hooks", len(block.calls))
 

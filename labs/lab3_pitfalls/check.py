@@ -45,7 +45,7 @@ def see_copy(value, lab, eye):
     """The same Parameter, trained by an optimizer that had it before."""
     linear, given = nn.Linear(6, 4), value.clone()
     parameter = linear.weight
-    nn.init.zeros_(parameter)
+    nn.init.ones_(parameter)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     lab.right_copy_without_no_grad(parameter, given)
     eye.note("the parameter", parameter)
@@ -179,7 +179,8 @@ def see_enter(kind, shards, x, dy, group, lab, eye):
     lab.right_f_per_projection(block, group)
 
     def call(x):
-        return block(x, scale=3) if kind is MLP else block(hidden_states=x, scale=3)
+        out = block(x, scale=3) if kind is MLP else block(hidden_states=x, scale=3)
+        return out + x[..., :4]  # a residual connection, whose gradient every rank has
 
     eye.call(call, {"x": x}, "y", [dy], dict(block.named_parameters()))
 
@@ -189,7 +190,8 @@ def f_per_projection(group, seed):
     every_rank = numbers(seed + 1, 2, 3, 4, 6), numbers(seed + 2, 2, 2, 5, 4)  # dy (b, s, o/P)
     dx = sum(3 * dy @ shards.sum(0) for shards, dy in zip(*every_rank))
     shards, dy = (each[group.rank()] for each in every_rank)
-    right = {"y": 3 * x.detach() @ shards.sum(0).T, "the gradient of x": dx}
+    right = {"y": 3 * x.detach() @ shards.sum(0).T + x.detach()[..., :4]}
+    right["the gradient of x"] = dx + F.pad(dy, (0, 2))
     for kind in Attention, MLP:
         yield kind.__name__, partial(see_enter, kind, shards, x, dy, group), right
 

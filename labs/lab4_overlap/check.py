@@ -44,7 +44,7 @@ def draw_whole(seed, dtype):
 # ---- Data parallelism ---------------------------------------------------------------------
 
 SHAPES = (5, 6), (6,), (4, 5), (5,), (5, 5), (5,)  # of a model's parameters
-LAYER = {2, 3}  # the places of one layer's weight and bias
+LAYER = {1, 2, 3}  # the places of what a rank may not use: all of one bucket, a part of another
 MOST = 40  # numbers a bucket
 
 
@@ -195,14 +195,16 @@ def see_sum(batches, main_grad, lab, eye):
 
 
 def accumulation_fusion(group, seed):
-    for dtype in torch.bfloat16, torch.float32:
+    for dtype in torch.bfloat16, torch.float32, torch.float64:
         randn = draw_whole(seed, dtype)
         x, grad = randn(5, 2, 9), randn(5, 2, 7)
         if dtype == torch.float32:  # with other strides
             x, grad = (each.mT.contiguous().mT for each in (x, grad))
-        right = torch.einsum("sbo,sbh->oh", grad.float(), x.float()).to(dtype)
+        right = torch.einsum("sbo,sbh->oh", grad.double(), x.double()).to(dtype)
         given = {"grad": grad, "x": x, "main_grad": None}
         yield f"{dtype}, no main_grad", ("weight_gradient", given, "dW"), {"dW": right}
+        if dtype == torch.float64:  # main_grad is float32
+            break
         # all of one sign: a sum in bfloat16 does not grow any more
         batches = [(randn(20, 2, 7).abs(), randn(20, 2, 9).abs()) for _ in range(9)]
         main_grad, total, right = 30 * randn(7, 9).float(), 0, {}

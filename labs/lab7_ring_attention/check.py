@@ -58,7 +58,7 @@ def positions(group, seed):
 
 def work(group, seed):
     def see(args, lab, eye):
-        eye.note("[rank][step]", lab.work(*args).tolist())
+        eye.note("[rank][step]", lab.work(*args))
 
     number, _ = draw_float64(seed)
     for world, placement in itertools.product((1, 2, 3, 4), PLACEMENTS):
@@ -66,8 +66,9 @@ def work(group, seed):
             held = [finished.positions(length, rank, world, placement) for rank in range(world)]
             met = [[int((k <= q[:, None]).sum()) for k in held] for q in held]
             right = [[met[r][(r - t) % world] for t in range(world)] for r in range(world)]
+            right = {"[rank][step]": torch.tensor(right)}
             title = f"{length} tokens, {world} ranks, {placement}"
-            yield title, partial(see, (length, world, placement)), {"[rank][step]": right}
+            yield title, partial(see, (length, world, placement)), right
 
 
 # ---- Attention over a part of the keys -----------------------------------------------------------
@@ -167,6 +168,7 @@ def see_pass_on(x, length, group, aside, lab, eye):
         wait_for_all(aside, late)
     with Traffic() as traffic, noted_waits() as waits:
         begun = [lab.pass_on(x, length, group) for x in given]
+        eye.note("the number of sends before a wait", traffic.ops.get("send", [0])[0])
         if group.rank() > 0:
             wait_for_all(aside, late)
         eye.note("what it returns can be called", all(map(callable, begun)))
