@@ -58,7 +58,7 @@ def positions(group, seed):
 
 def work(group, seed):
     def see(args, lab, eye):
-        eye.note("[rank][step]", lab.work(*args))
+        eye.note("[rank][step]", lab.work(*args).tolist())
 
     number, _ = draw_float64(seed)
     for world, placement in itertools.product((1, 2, 3, 4), PLACEMENTS):
@@ -66,9 +66,8 @@ def work(group, seed):
             held = [finished.positions(length, rank, world, placement) for rank in range(world)]
             met = [[int((k <= q[:, None]).sum()) for k in held] for q in held]
             right = [[met[r][(r - t) % world] for t in range(world)] for r in range(world)]
-            right = {"[rank][step]": torch.tensor(right)}
             title = f"{length} tokens, {world} ranks, {placement}"
-            yield title, partial(see, (length, world, placement)), right
+            yield title, partial(see, (length, world, placement)), {"[rank][step]": right}
 
 
 # ---- Attention over a part of the keys -----------------------------------------------------------
