@@ -50,11 +50,11 @@ def mutants():
     }
 
 
-def slow():
-    """Every slow test: real weights, faults, documents' commands, notebooks, labs."""
+def slow(*which):
+    """Every slow test of test_labs.py (wrong and right answers), or of all other files."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        pytest = ["-m", "pytest", "-m", "slow", "-n", "2", "--dist", "worksteal"]
+        pytest = ["-m", "pytest", "-m", "slow", "-n", "2", "--dist", "worksteal", *which]
         pytest += ["--durations=20", f"--junitxml={report}"]
         run = subprocess.run([sys.executable, *pytest], cwd=ROOT)
         cases = list(ElementTree.parse(report).iter("testcase"))
@@ -84,7 +84,8 @@ def oldest_torch():
 
 PARTS = {
     "mutants": mutants,
-    "slow": slow,
+    "labs": partial(slow, "tests/test_labs.py"),
+    "slow": partial(slow, "--ignore=tests/test_labs.py"),
     "soak": soak,
     "oldest": oldest,
     "oldest_torch": oldest_torch,

@@ -65,7 +65,7 @@ def test_orders_of_a_sum():
     assert all(len({*found}) > 1 for found in sums.values()), "an order is another sum"
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_run_on_4_ranks(tmp_path):
     found = shown("lab16", tmp_path, "--ranks", 4)
     rows = {(r["dtype"], r["dp"], r["tp"], r["what"]): r for r in found["proof"]}

@@ -343,7 +343,7 @@ def slurm(folder, *options, cpus="2"):
     return run.returncode, "".join((folder / f"node{node}.out").read_text() for node in (0, 1))
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_lab8_on_two_nodes(tmp_path):
     status, printed = slurm(tmp_path, "--json", tmp_path / "lab8.json")
     assert status == 0, printed

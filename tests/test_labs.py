@@ -143,7 +143,7 @@ def test_bad_input_is_one_line(name, options, message, capsys, monkeypatch):
     assert out == "" and err.startswith(f"error: {message}") and err.count("\n") == 1
 
 
-@pytest.mark.ci(every=40)
+@pytest.mark.ci(every=80)
 @pytest.mark.parametrize("name,exercise,bug,mistake,said", CAUGHT)
 def test_wrong_is_caught_with_its_hint(name, exercise, bug, mistake, said):
     passed, verdict = graded(LABS[name], exercise, mistake, bug)
@@ -175,7 +175,7 @@ OTHERWISE = {  # how the experiments are run with other right answers
 }
 
 
-@pytest.mark.ci(every=5)
+@pytest.mark.ci(every=8)
 @EACH_LAB
 def test_other_right_answers_pass_and_serve_the_experiments(name, tmp_path, capsys, monkeypatch):
     mine, ways = tmp_path / FILES[name], list(SAVED.values())

@@ -167,7 +167,7 @@ MODELS = (2, "shared_kv"), (2, "own_kv"), (3, "six_kv")
 CASES = [(*run, *case) for run in RUNS for case in MODELS]
 
 
-@pytest.mark.ci(every=9)
+@pytest.mark.ci(every=21)
 @pytest.mark.parametrize("name,options,world,model", CASES)
 def test_every_combination_is_exact(ranks, tmp_path, name, options, world, model):
     """37 tokens, 12 heads of 1, 3 or 6 KV heads, on 2 and 3 ranks: little divides."""

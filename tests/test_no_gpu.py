@@ -290,7 +290,7 @@ ON_IT = {"# ---- 2.": f"{GPU}# ---- 2.", 'elif args.device.type == "cuda"': "eli
 ON_IT |= {'    if args.device.type == "cuda"': "    if True"}
 
 
-@pytest.mark.ci(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("how,gpus,strategy", [("emulated", 1, "pp"), ("measured", 2, "sp")])
 def test_a_search_finds_the_limit_and_goes_on_after_a_kill(folder, how, gpus, strategy):  # noqa: F811
     """The real scripts. This proves the search, and the calls: a real allocator needs a GPU."""

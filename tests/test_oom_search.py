@@ -233,7 +233,7 @@ def test_an_error_is_not_out_of_memory(folder):
     assert not lengths(folder, "sp_ulysses") and not alive(folder, "sp_ulysses")
 
 
-@pytest.mark.ci(every=2)
+@pytest.mark.ci(every=3)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_interrupted_and_resumed(folder, number):
     """sp_megatron waits; of tp everything is known. Then somebody makes sp_megatron faster."""

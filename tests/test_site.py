@@ -230,7 +230,7 @@ LOADED = """() => performance.getEntries()
     .filter((e) => !["img", "iframe"].includes(e.initiatorType)).map((e) => e.name)"""
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_pages_in_a_browser(browser, address, site, pages):  # noqa: F811
     """No error, no request to another host, nothing of WRONG on a desk and on a phone, and no block
     of code that is cut: at no width of a desk and not on paper."""
