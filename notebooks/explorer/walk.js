@@ -34,7 +34,7 @@ function cells(value, most, { before = null, owner = null, ...attributes } = {})
   const cell = (i) => {
     const gap = shape.length > 2 && i >= columns && Math.floor(i / columns) % rows === 0 ? " gap" : "";
     if (!numbers) return html("i", { class: `unfilled${gap}` });
-    const part = whole ? 0 : Math.round(75 * Math.min(1, Math.abs(numbers[i]) / (most || 1)));
+    const part = whole ? 0 : Math.round(70 * Math.min(1, Math.abs(numbers[i]) / (most || 1)));
     const paint = `background: color-mix(in srgb, var(--${numbers[i] < 0 ? "minus" : "plus"}) ${part}%, var(--paper))`;
     const mine = owner ? `; box-shadow: inset 0 -3px var(--rank${owner(i, shape)})` : "";
     const changed = old && old[i] !== numbers[i] ? " changed" : "";
@@ -121,7 +121,7 @@ function codePanel(data, step, waits, marks, looked, set) {
     lines.push(codeLine(data.lines[n] ?? "", [here, n], { class: kinds.join(" ").trim() }), n === line ? inside : []);
   }
   const title = html("p", { class: "where" }, html("b", {}, name), `${phase === "f" ? "" : ` ${PHASES[phase]}`}${module ? ` in ${module}` : ""}`);
-  return html("section", { class: "code", "aria-label": "Code" }, html("div", { class: "stack" }, above), title, html("div", { class: "lines" }, lines));
+  return html("section", { class: "code", "aria-label": "Code" }, html("div", { class: "stack" }, above), title, html("div", { class: "lines", tabindex: 0 }, lines));
 }
 
 // Ranks
