@@ -30,8 +30,7 @@ def test_the_half_that_nothing_is_fitted_to():
     assert seen["ordered"] >= 0.9 and seen["picks"] >= 16 / 20
 
 
-@pytest.mark.ci
-@pytest.mark.slow  # 3 s
+@pytest.mark.ci  # 3 s
 def test_the_constants_are_what_the_fit_gives():
     fitted = runs.fit(lab, MINE, dataclasses.replace(lab.H100, **runs.FIRST_GUESS))
     for name in lab.READ_OFF:

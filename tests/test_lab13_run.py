@@ -18,7 +18,6 @@ NUMBERS = V * H + LAYERS * (2 * H * H + 2 * KV * H + 3 * MLP * H + 2 * H) + H
 TENSORS = 1 + LAYERS * 9 + 1
 
 
-@pytest.mark.slow
 @pytest.mark.slow  # half a minute; all: two minutes
 @pytest.mark.parametrize("which,count", [("some", suite.SOME), ("all", len(suite.LAYOUTS))])
 def test_every_layout_into_every_other(which, count, tmp_path):

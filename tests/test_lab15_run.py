@@ -16,8 +16,7 @@ NETS = json.loads((ROOT / "labs" / "lab15_types" / "nets.json").read_text())
 BUGS = nets.break_it.BUGS
 
 
-@pytest.mark.ci(every=2)
-@pytest.mark.slow  # half a minute
+@pytest.mark.ci(every=2)  # half a minute
 @pytest.mark.parametrize("options", [[], ["--everything"]])
 def test_what_is_wrong_on_numbers_is_refused(options, monkeypatch, tmp_path):
     monkeypatch.setattr(CHECKS["lab15"], "CHECKS", {})  # test_labs.py runs them
