@@ -458,13 +458,15 @@ def proved_table(part):
             f"{step['equivalent']} stand in tests/survivors.txt with the reason, "
             f"and {len(step['survived'])} survive ({said['mutants']})"
         )
-    for name in ("labs", "slow"):
-        if step := steps.get(name):
-            first, *others = step["tests"]
-            where = f"{len(others) + 1} files" if others else f"{first}.py"
-            total, failed = sum(step["tests"].values()), len(step["failed"])
-            passed = f"{total - failed:,} of {total:,} slow tests of {where} pass"
-            told.append(f"{passed} ({said[name]})")
+    if files := {name: step for name, step in steps.items() if name.startswith("test_")}:
+        total, failed = (
+            sum(s["tests"] for s in files.values()),
+            sum(len(s["failed"]) for s in files.values()),
+        )
+        last = ", ".join(sorted({said[name] for name in files}))
+        told.append(
+            f"{total - failed:,} of {total:,} slow tests of {len(files)} files pass ({last})"
+        )
     if step := steps.get("oldest"):
         hold = "hold" if step["passed"] else "do not hold"
         told.append(f"the four proofs {hold} with the oldest transformers ({said['oldest']})")

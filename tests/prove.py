@@ -1,7 +1,7 @@
 """What takes too long for CI, run whole: hours. Writes results/proved.json, which README quotes.
 
     make prove                              # all parts, in an environment of its own
-    python tests/prove.py slow oldest       # some parts
+    python tests/prove.py soak test_labs    # some: names of PARTS and of test files
 
 Exit status: 0 if all passed, 1 if not.
 """
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -50,18 +50,29 @@ def mutants():
     }
 
 
-def slow(*which):
-    """Every slow test of test_labs.py (wrong and right answers), or of all other files."""
+def slow(files):
+    """Every slow test of some test files, in one run, which keeps both cores busy: outcomes()."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        pytest = ["-m", "pytest", "-m", "slow", "-n", "2", "--dist", "worksteal", *which]
-        pytest += ["--durations=20", f"--junitxml={report}"]
-        run = subprocess.run([sys.executable, *pytest], cwd=ROOT)
-        cases = list(ElementTree.parse(report).iter("testcase"))
-    files = Counter(case.get("classname").removeprefix("tests.") for case in cases)
-    failed = [case.get("name") for case in cases if case.find("failure") is not None]
-    skipped = [case.get("name") for case in cases if case.find("skipped") is not None]
-    return run.returncode, {"tests": dict(files), "failed": failed, "skipped": skipped}
+        pytest = ["-m", "pytest", "-m", "slow", "-n", "2", "--dist", "worksteal", "--durations=20"]
+        pytest += [f"--junitxml={report}", *(f"tests/{name}.py" for name in files)]
+        status = subprocess.run([sys.executable, *pytest], cwd=ROOT).returncode
+        if status > 1:  # not what tests say: a file that cannot be imported, Ctrl-C
+            sys.exit(status)
+        return outcomes(report)
+
+
+def outcomes(report):
+    """{test file: {"tests": how many, "seconds": their sum, "failed", "skipped": names}}."""
+    files = defaultdict(lambda: {"tests": 0, "seconds": 0, "failed": [], "skipped": []})
+    for case in ElementTree.parse(report).iter("testcase"):
+        step = files[case.get("classname").removeprefix("tests.")]
+        step["tests"] += 1
+        step["seconds"] = round(step["seconds"] + float(case.get("time")), 1)
+        tags = {outcome.tag for outcome in case}
+        step["failed"] += [case.get("name")] if tags & {"failure", "error"} else []
+        step["skipped"] += [case.get("name")] if "skipped" in tags else []
+    return dict(sorted(files.items()))
 
 
 def soak():
@@ -82,36 +93,36 @@ def oldest_torch():
     return subprocess.run(command, cwd=ROOT, env=free).returncode, {"torch": version}
 
 
-PARTS = {
-    "mutants": mutants,
-    "labs": partial(slow, "tests/test_labs.py"),
-    "slow": partial(slow, "--ignore=tests/test_labs.py"),
-    "soak": soak,
-    "oldest": oldest,
-    "oldest_torch": oldest_torch,
-}
+PARTS = {"mutants": mutants, "soak": soak, "oldest": oldest, "oldest_torch": oldest_torch}
+TESTS = sorted(file.stem for file in (ROOT / "tests").glob("test_*.py"))
 
 
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", nargs="*", choices=[*PARTS, []], help="default: all")
-    names = parser.parse_args().part or list(PARTS)
+    parser.add_argument("part", nargs="*", choices=[*PARTS, *TESTS, []], metavar="PART")
+    names = parser.parse_args().part or [*PARTS, *TESTS]
     os.environ["OMP_NUM_THREADS"] = "1"
     git = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
     commit = git(["git", "rev-parse", "--short", "HEAD"]).stdout.strip()
     others = ["git", "diff", "--quiet", "HEAD", "--", ".", ":!results/proved.json"]
     commit += "-dirty" if git(others).returncode else ""
-    steps = json.loads(FILE.read_text())["steps"] if FILE.exists() else {}
-    for name in names:
+    steps = json.loads(FILE.read_text())["steps"]
+
+    def keep(name, passed, step):
+        steps[name] = {"passed": passed, "commit": commit, "about": make.about(), **step}
+        FILE.write_text(json.dumps({"part": "proved", "steps": steps}, indent=1) + "\n")
+        print(f"{'PASS' if passed else 'FAIL'} {name}", flush=True)
+
+    for name in [name for name in names if name in PARTS]:
         begin = time.time()
         status, found = PARTS[name]()
-        steps[name] = {"passed": status == 0, "commit": commit, "about": make.about()}
-        steps[name] |= {"seconds": round(time.time() - begin), **found}
-        FILE.write_text(json.dumps({"part": "proved", "steps": steps}, indent=1) + "\n")
-        print(f"{'PASS' if status == 0 else 'FAIL'} {name}", flush=True)
-    return 0 if all(steps[name]["passed"] for name in names) else 1
+        keep(name, status == 0, {"seconds": round(time.time() - begin), **found})
+    if files := [name for name in names if name in TESTS]:
+        for name, step in slow(files).items():
+            keep(name, not step["failed"], step)
+    return 0 if all(steps[name]["passed"] for name in names if name in steps) else 1
 
 
 if __name__ == "__main__":

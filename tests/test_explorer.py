@@ -633,7 +633,6 @@ def test_what_fits_is_oom_searchs(browser, maker, name, strategy, gpus, length, 
     state = f"time&{strategy}&model={name}&P={gpus}&length={length}&count={count}"
     with opened(browser, state) as tab:
         shown = tab.locator(".words").inner_text()
-    assert float(re.search(r"needs ([\d.]+) GiB", shown)[1]) * 2**30 == approx(
-        known["peak_bytes"], rel=ROUGH
-    )
+    needs = float(re.search(r"needs about ([\d.]+) GiB", shown)[1]) * 2**30
+    assert needs == approx(known["peak_bytes"], rel=ROUGH)
     assert ("it fits" in shown) == known["fits"]

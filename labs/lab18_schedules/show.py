@@ -11,7 +11,7 @@ from torch.distributed.pipelining import schedules as torchs_schedules
 from labs.kit.alive import Alive
 from labs.kit.harness import Traffic, on_ranks, table
 from labs.kit.pictures import BLUE, GREEN, ORANGE, SKY, YELLOW, picture
-from labs.lab18_schedules.check import tiny
+from labs.lab18_schedules.check import messages_of, tiny
 
 P, M, LENGTH, UNIT = 4, 8, 64, 0.1  # UNIT: seconds of a microbatch's forward in a whole rank
 SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 8}
@@ -200,6 +200,11 @@ def experiment(lab, args):
     table(*lines)
     afab, one = (results[name]["measured_peaks"][0] for name in ("afab", "1f1b"))
     print(f"\n1f1b saves {in_kib([afab - one])} of afab's {in_kib([afab])} KiB on rank 0")
+    messages = [messages_of(lab.all_schedules("1f1b", 2, M), rank) for rank in (0, 1)]
+    for slots, how in enumerate(("waits for its receive", "into a buffer ends at once")):
+        stuck = lab.deadlock(*messages, slots)
+        ends = f"ranks wait for ever in their messages {stuck}" if stuck else "both ranks end"
+        print(f"1f1b on 2 ranks, where a send {how}: {ends}")
     results = {"schedules": results, "eager": ranks[0][EAGER]["most"], "failed": failed}
     return results
 
