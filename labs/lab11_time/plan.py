@@ -164,9 +164,10 @@ for words in json.load(sys.stdin):
 def peak_memory(strategies, name, gpus, length, sequences, gpu):
     """{strategy: {"peak_bytes", "fits", "why"}} of the worst rank, as oom_search.py predicts them.
 
-    With AdamW, its state on the device; of PP as many microbatches as 1F1B has in flight. why:
-    what oom_search.py says where it has no answer; then peak_bytes and fits are None. One process
-    makes all predictions: to load PyTorch takes longer than most of them.
+    With AdamW, its state on the device; of PP as many microbatches as 1F1B has in flight. fits: a
+    step does. (oom_search.py's own "fits" is for the scripts, which load the full model first.)
+    why: what oom_search.py says where it has no answer; then peak_bytes and fits are None. One
+    process makes all predictions: to load PyTorch takes longer than most of them.
     """
     calls, flight = {}, str(min(sequences, gpus))
     for strategy in strategies:
@@ -194,7 +195,7 @@ def peak_memory(strategies, name, gpus, length, sequences, gpu):
                 answer = unknown | {"why": row.get("error")}
                 for entry in row.get("at", []):
                     peak = max(entry["peak_memory_bytes"])
-                    answer = {"peak_bytes": peak, "fits": entry["fits"], "why": None}
+                    answer = {"peak_bytes": peak, "fits": peak <= row["budget_bytes"], "why": None}
                 found[names[row["strategy"]]] = answer
     return found
 
@@ -255,7 +256,7 @@ def plan(lab, args, off):
     long = {name: sum(parts.values()) for name, parts in published_run(lab).items()}
     runs = [f"{PUBLISHED[name]} s ({x:.0f} predicted)" for name, x in long.items()]
     print(
-        "\n  What fits comes first. GiB: the peak of the rank that needs most, by oom_search.py."
+        "\n  What fits comes first. GiB: the peak of a step on the worst rank, by oom_search.py."
         "\n  MFU: full counts attention over all positions, causal not the half that is masked."
         f"\n  How far off? Where runs could check it (dp x tp of 4096 tokens, not fitted to) half"
         f"\n  were off by {off['median']:.0%} or less, {1 - off['within_20']:.0%} by over 20%; "
