@@ -463,7 +463,7 @@ def proved_table(part):
             sum(s["tests"] for s in files.values()),
             sum(len(s["failed"]) for s in files.values()),
         )
-        last = ", ".join(sorted({said[name] for name in files}))
+        last = " and ".join(sorted({said[name] for name in files}))
         told.append(
             f"{total - failed:,} of {total:,} slow tests of {len(files)} files pass ({last})"
         )
