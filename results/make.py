@@ -459,14 +459,10 @@ def proved_table(part):
             f"and {len(step['survived'])} survive ({said['mutants']})"
         )
     if files := {name: step for name, step in steps.items() if name.startswith("test_")}:
-        total, failed = (
-            sum(s["tests"] for s in files.values()),
-            sum(len(s["failed"]) for s in files.values()),
-        )
-        last = " and ".join(sorted({said[name] for name in files}))
-        told.append(
-            f"{total - failed:,} of {total:,} slow tests of {len(files)} files pass ({last})"
-        )
+        total = sum(step["tests"] for step in files.values())
+        failed = sum(len(step["failed"]) for step in files.values())
+        passed = f"{total - failed:,} of {total:,} slow tests of {len(files)} files pass"
+        told.append(f"{passed} ({' and '.join(sorted({said[name] for name in files}))})")
     if step := steps.get("oldest"):
         hold = "hold" if step["passed"] else "do not hold"
         told.append(f"the four proofs {hold} with the oldest transformers ({said['oldest']})")
