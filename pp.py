@@ -1022,7 +1022,7 @@ def compare(step, kind, found, expected, args, group):
     rows = []
     for name, full in expected.items():
         errors = torch.zeros(len(of_ranks), dtype=torch.float64)
-        exists = torch.zeros(full.shape, dtype=torch.float64)
+        exists = torch.zeros(full.shape, dtype=torch.float64, device=full.device)
         for rank, parts in enumerate(of_ranks):
             if part := parts.get(name):
                 errors[rank] = part.error / part.replicas

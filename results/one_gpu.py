@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-SEND = dist.isend
+SENDS = dist.send, dist.isend
 
 
 class Message:
@@ -34,7 +34,7 @@ def through_the_host(function):
     def call(results, *args, **options):
         def arrive():
             for result, copy in zip(pytree.tree_leaves(results), pytree.tree_leaves(copies)):
-                if function is not SEND:
+                if function not in SENDS:
                     result.copy_(copy)
 
         copies, args = pytree.tree_map_only(torch.Tensor, to_host, (results, args))
@@ -52,7 +52,8 @@ def main():
     dist.init_process_group = lambda backend, **options: join("gloo", **options)
     names = ["all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor"]
     names += ["all_gather_single", "reduce_scatter_single"]  # since torch 2.13
-    for name in filter(partial(hasattr, dist), [*names, "all_to_all_single", "isend", "irecv"]):
+    names += ["all_to_all_single", "send", "recv", "isend", "irecv"]
+    for name in filter(partial(hasattr, dist), names):
         setattr(dist, name, through_the_host(getattr(dist, name)))
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # each has the one GPU for its own
     sys.argv = sys.argv[1:]

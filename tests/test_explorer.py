@@ -183,19 +183,6 @@ def test_view_fits(browser, view, size):
         assert tab.locator("svg.picture[tabindex='0']").first.get_attribute("aria-label")
 
 
-@pytest.mark.slow
-def test_what_is_too_wide_for_a_phone_follows_the_step(browser):
-    within = "e => e.getBoundingClientRect().left >= 0 && e.getBoundingClientRect().right <= 390"
-    with opened(browser, "pipelines&schedule=zb&P=8&M=16&step=9999", "phone") as tab:
-        for step in (3, 50):
-            tab.evaluate("step => set({ step })", step)
-            assert tab.locator("line.now").evaluate(within)
-        show(tab, "layouts", layout="sp", step=0)
-        for chip in tab.locator(".chips button").all():
-            chip.evaluate("chip => chip.onclick()")
-            assert tab.locator(".chips [aria-pressed=true]").evaluate(within)
-
-
 STATES = ["layouts&sp&step=2", "memory&", "pipelines&", "pipelines&interleaved&V=4&step=20"]
 STATES += ["walk&sp_megatron&go=attention-exit", "walk&pp&at=60", "walk&tp&bug=1&at=3"]
 STATES += ["collectives&op=all_reduce&step=2", "time&", "time&model=llama-3.1-70b&P=8", "bugs&"]
@@ -309,21 +296,6 @@ def test_tips(browser):
         place, box = target.bounding_box(), tip.bounding_box()
         assert box["y"] >= place["y"] + place["height"] or box["y"] + box["height"] <= place["y"]
         tab.locator(".words").tap()
-        assert tip.is_hidden()
-        for view in VIEWS:
-            tab.evaluate("to => { location.hash = to }", f"#{view}&")
-            wait(tab, f"current.id === '{view}'")
-            target = tab.locator("svg.picture :is([data-tip] rect, rect[data-tip])").first
-            target.evaluate("target => target.scrollIntoView({ block: 'center' })")
-            tab.mouse.move(0, 0)  # a phone has none: what comes to lie under it hides them, too
-            tab.wait_for_timeout(100)  # scrolling hides them
-            for press in (target.tap, target.click):
-                press(force=True)
-                assert tip.is_visible(), view
-                tab.locator(".words").dispatch_event("pointerdown")
-                assert tip.is_hidden()
-        target.click(force=True)
-        tab.keyboard.press("Tab")
         assert tip.is_hidden()
 
 

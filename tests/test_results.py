@@ -1,10 +1,15 @@
 """results/make.py: the tables are those of the JSON, and every kind of step gives a result."""
 
+import functools
+import importlib
+import inspect
 import json
 import re
+import sys
 
 import make
 import pytest
+import torch.distributed as dist
 from conftest import ROOT, python
 
 
@@ -49,7 +54,8 @@ KINDS = [  # part, step, its row in the part's table
     ("cpu", "benchmark, pp", r"\| pp( \| ){4}\d+\.\d\d \| \d+ / \d+ \| \d+ \|"),
     ("gpu", "correctness on 2, sp_megatron", r"\| sp_megatron \|  \| \d\.\de-\d\d \|"),
     ("gpu", "benchmark 512, plain", r"\| plain, 512 tokens \| full, full \| \d+ \|  \| 1\.000 \|"),
-    ("gpu", "rank 0 of 1, sp_megatron", r"\| sp_megatron \| \d+\.\d\d \| \d+\.\d \(1.00\) \|"),
+    ("gpu", "rank 0 of 1, sp_megatron", r"\| sp_megatron \| \d+\.\d\d \| \d+\.\d\d \|"),
+    ("gpu", "predicted, rank 0", r"\| tp \|  \|  \(0\.\d\d\) \|  \|  \(0\.\d\d\) \|"),
 ]
 
 
@@ -71,16 +77,17 @@ def test_limits_are_tried_and_compared():
         keys = ("strategy", "nproc", "longest", "too_long")
         return {"result": {"results": [dict(zip(keys, row)) for row in rows]}}
 
-    outcomes = {"predicted, 12 GiB": result(("tp", 1, 50176, 50688), ("tp", 2, None, 512))}
+    outcomes = {"predicted, 6 GiB": result(("tp", 1, 50176, 50688), ("tp", 2, None, 512))}
     lines = steps_of("limits", False, outcomes)
     there = "--how emulated --strategy tp --nproc"
-    assert lines["tp on 1, 12 GiB"].endswith(f"{there} 1")
-    assert lines["tp on 2, 12 GiB"].endswith(f"{there} 2")
+    assert lines["tp on 1, 6 GiB"].endswith(f"{there} 1 --lo 40140")
+    assert lines["tp on 2, 6 GiB"].endswith(f"{there} 2 --lo 1")
     outcomes |= {"predicted, 40 GiB, no remedy": result(("tp", 1, 19456, 19968))}
-    outcomes |= {"tp on 1, 12 GiB": result(("tp", 1, 51200, 51712))}
-    outcomes |= {"tp on 1, 40 GiB, no remedy": result(("tp", 1, 19968, 20480))}
+    outcomes |= {"tp on 1, 6 GiB": result(("tp", 1, 51200, 51712))}
+    outcomes |= {"tp on 1, 40 GiB, no remedy": result(("tp", 1, None, 15872))}
     text = make.TABLES["limits"]({"about": make.about(), "steps": outcomes})
-    assert "| tp | 51k, error | 20k | 2.6% |" in text, text
+    for row in ("6 GiB, 1 | 51,200 (50,176)", "6 GiB, 2 | error (0)", "1 | below 15,872 (19,456)"):
+        assert f"{row} |" in text, text
 
 
 def test_a_step_that_fails_says_why():
@@ -90,13 +97,33 @@ def test_a_step_that_fails_says_why():
 
 def test_a_proof_that_failed_is_not_left_blank():
     steps = {"correctness float32, pp": {"error": ["FAIL correctness"]}}
-    assert "| pp |  | failed |  |" in make.TABLES["cpu"]({"about": make.about(), "steps": steps})
+    steps |= {"correctness bfloat16, pp": {"error": ["error: --attn flash needs a package"]}}
+    row = "| pp |  | failed | not run |"
+    assert row in make.TABLES["cpu"]({"about": make.about(), "steps": steps})
 
 
-def test_an_unknown_part_is_refused(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        make.main(["typo"])
-    assert "invalid choice: 'typo'" in capsys.readouterr().err
+def rank_on_one_gpu(*command):
+    """A rank that, as on a GPU, can send no tensor of its own, only one_gpu.py's copies."""
+    one_gpu = importlib.import_module("one_gpu")
+
+    def refuse_a_gpu(function, *args, **options):
+        assert sys._getframe(1).f_code.co_filename == one_gpu.__file__, function.__name__
+        return function(*args, **options)
+
+    for name in dist.distributed_c10d.__all__:
+        function = getattr(dist, name)
+        takes = inspect.signature(function).parameters if inspect.isfunction(function) else {}
+        if re.search("tensor|output", next(iter(takes), "")):
+            setattr(dist, name, functools.partial(refuse_a_gpu, function))
+    sys.argv = ["one_gpu.py", *command, "--length", "16"]
+    one_gpu.main()
+
+
+@pytest.mark.quick(every=4)
+@pytest.mark.parametrize("script", ["pp.py", "tp.py", "sp_megatron.py", "sp_ulysses.py"])
+def test_ranks_on_one_gpu_send_copies(ranks, script):
+    codes, output = ranks.live(2, rank_on_one_gpu, script)
+    assert codes == [0, 0] and "PASS correctness" in output, output
 
 
 @pytest.mark.ci
