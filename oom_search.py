@@ -25,7 +25,7 @@ Loading comes before the step and has a peak of its own, the full model beside i
 cannot be loaded does not fit. A prediction leaves out what lies outside PyTorch's allocator (the
 CUDA context, cuBLAS, NCCL's buffers), for which --gpu subtracts OUTSIDE; --memory-gib is the
 allocator's alone. It also leaves out fragmentation (against which runs on a GPU set
-PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True) and some MiB of other kernels' scratch memory.
+PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True) and cuBLAS's workspaces, 64 MiB on an H200.
 """
 
 import argparse
@@ -62,9 +62,10 @@ from labs.memory import live_tensors, meta_device, techniques  # noqa: E402
 from labs.memory.live_tensors import PARTS, LiveTensors  # noqa: E402
 
 GIB = 2**30
-# GiB of a card that the allocator never has. CUDA's context and cuBLAS: 1.1 GB (nccl#1685), 1.8 of
-# an H100 with all of vLLM (vllm#10511). NCCL's rings: 0.5 to 0.7 a group of A100s (nccl#964), 1.8
-# of H100s (vllm#10511). Its all-to-all, of all pairs of ranks: 4.3 GB on 8 H100s (nccl#1685)
+# GiB of a card that the allocator never has. CUDA's context and cuBLAS: 0.7 of an H200 (measured),
+# 1.1 GB (nccl#1685), 1.8 of an H100 with all of vLLM (vllm#10511). NCCL's rings: 0.5 of an H200
+# with one rank (measured), 0.5 to 0.7 a group of A100s (nccl#964), 1.8 of H100s (vllm#10511).
+# Its all-to-all, of all pairs of ranks: 4.3 GB on 8 H100s (nccl#1685)
 OUTSIDE = {"one rank": 1.0, "several": 2.0, "all-to-all": 4.0}
 # GPUs: GiB, as torch.cuda.get_device_properties() has them; compute capability
 GPUS = {"t4": (14.6, 7.5), "rtx4090": (23.5, 8.9), "a100-40": (39.4, 8.0)}

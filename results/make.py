@@ -39,6 +39,7 @@ sys.path[:0] = [str(ROOT), str(HERE)]  # PYTHONSAFEPATH leaves out either
 import plot  # noqa: E402
 
 import tp  # noqa: E402
+from labs.lab11_time import lesson, plan  # noqa: E402
 
 README = HERE / "README.md"  # where the tables stand
 GIB, MIB = 2**30, 2**20
@@ -138,6 +139,9 @@ def gpu(trial):
         for name, script in SCRIPTS.items():
             how = f"--backend fake --mode benchmark {model} --length {middle} --batch 1"
             yield f"rank 0 of {world}, {name}", f"RANK=0 WORLD_SIZE={world} python {script} {how}"
+    search = "python oom_search.py --how predicted --fresh --optimizer none --tile 1000000000"
+    search += f" {model or '--model tiny --dtype float32'} --at {middle}"
+    yield "predicted, rank 0", f"{search} --strategy all tp_dtensor --nproc 1 2 4 8"
 
 
 def limits(trial):
@@ -145,8 +149,9 @@ def limits(trial):
 
     What the remedies reach at 40 GiB would take minutes a step: they are tried with less memory.
     """
-    budgets = [("40 GiB, no remedy", 40, "1 2 4 8", BARE), ("12 GiB", 12, "1 8", "")]
-    budgets += [(f"{gib} GiB, no remedy", gib, "1 8", BARE) for gib in (80, 139)]
+    large = BARE if trial else f"{BARE} --model llama-3.1-8b"
+    budgets = [("40 GiB, no remedy", 40, "1 2 8", BARE), ("6 GiB", 6, "1 4", "")]
+    budgets += [("8B, 80 GiB, no remedy", 80, "8", large)]
     for name, gib, worlds, options in budgets:
         options += f" --memory-gib {gib / 400} --model tiny" if trial else f" --memory-gib {gib}"
         search = f"python oom_search.py --fresh --optimizer none {options}"
@@ -154,7 +159,9 @@ def limits(trial):
         outcome = yield f"predicted, {name}", every
         for row in (outcome or {}).get("result", {}).get("results", []):
             there = f"--strategy {row['strategy']} --nproc {row['nproc']}"
-            yield f"{row['strategy']} on {row['nproc']}, {name}", f"{search} --how emulated {there}"
+            near = max(1, (row["longest"] or 0) * 4 // 5)  # from there it takes half of the tries
+            how = f"{search} --how emulated {there} --lo {near}"
+            yield f"{row['strategy']} on {row['nproc']}, {name}", how
 
 
 def run(line):
@@ -268,10 +275,10 @@ def short(tokens):
 
 def worst(part, step):
     """The relative error of a proof's worst tensor."""
-    proof = of(part, step).get("correctness")
-    if not proof:
-        return "failed" if step in part["steps"] else ""
-    return f"{proof['worst']['relative_error']:.1e}"
+    if proof := of(part, step).get("correctness"):
+        return f"{proof['worst']['relative_error']:.1e}"
+    why = part["steps"].get(step, {}).get("error", [""])
+    return "not run" if why[0].startswith("error:") else "failed" if why[0] else ""
 
 
 def longest(part, step):
@@ -413,37 +420,68 @@ def proofs(part):
 
 
 def one_of_several(part):
-    """Time and memory of rank 0, peers silent; in parentheses of 1 rank's memory, at best 1/P."""
+    """Time and memory of rank 0, peers silent, and in parentheses what was predicted of them."""
     worlds, heads = (1, 2, 4, 8), ("s a step", "GiB")
     rows = [["rank 0, 16k tokens", *(f"{what}, of {w}" for w in worlds for what in heads)]]
+    said = of(part, "predicted, rank 0").get("results", [])
+    said = {(row["strategy"], row["nproc"]): row["at"][0]["peak_memory_bytes"][0] for row in said}
     for name in SCRIPTS:
-        benches = [of(part, f"rank 0 of {world}, {name}").get("benchmark") for world in worlds]
-        row, alone = [name], benches[0] and benches[0]["peak_memory_bytes"][0]
-        for bench in benches:
-            peak = bench and bench["peak_memory_bytes"][0]
-            row.append(f"{bench['forward_backward_s']['median']:.2f}" if bench else "")
-            row.append(f"{peak / GIB:.1f} ({peak / alone:.2f})" if peak and alone else "")
+        row = [name]
+        for world in worlds:
+            outcome = of(part, f"rank 0 of {world}, {name}")
+            seconds, gib = "", ""
+            if bench := outcome.get("benchmark"):
+                seconds = f"{bench['forward_backward_s']['median']:.2f}"
+                seconds += modelled(name, world, outcome, part["about"]["device"])
+                gib = f"{bench['peak_memory_bytes'][0] / GIB:.2f}"
+            if (name, world) in said:
+                gib += f" ({said[name, world] / GIB:.2f})"
+            row += [seconds, gib]
         rows.append(row)
     return table(*rows)
 
 
+def modelled(name, world, outcome, device):
+    """Seconds of rank 0's step by lab 11's model of time, where it knows the model and the GPU.
+
+    The first stage of a pipeline has no head. Silent peers take no time, so no message does. On
+    Hopper PyTorch chooses cuDNN's attention.
+    """
+    strategies = {"tp": "tp", "sp_megatron": "sp", "sp_ulysses": "ulysses", "pp": "pp"}
+    model = plan.MODELS.get(outcome["model"])
+    gpu = next((gpu for gpu in plan.MEMORY if gpu.upper() in device), None)
+    if not (name in strategies and model and gpu):
+        return ""
+    layers, head = model.layers, True
+    if name == "pp":
+        layers, head = layers // world, world == 1
+    setting = world, outcome["length"], plan.cluster_of(lesson, gpu, "cudnn")
+    parts = plan.rank_parts(lesson, model, strategies[name], layers, head, *setting)
+    return f" ({sum(parts.values()):.2f})"
+
+
 def limits_table(part):
-    """What a real GPU takes, and how far off the prediction was."""
-    steps = [step for step in part["steps"] if step.startswith("predicted")]
-    rows = {name: [name] for step in steps for name, _ in longest(part, step)}
-    heads, off = ["longest"], {name: [] for name in rows}
-    for step in steps:
+    """What a real GPU takes, and in parentheses what was predicted."""
+    searches = [step for step in part["steps"] if step.startswith("predicted")]
+    names = list(dict.fromkeys(name for step in searches for name, _ in longest(part, step)))
+    rows = [["longest, GPUs", *names]]
+    for step in searches:
         said, budget = longest(part, step), step.removeprefix("predicted, ")
-        worlds = list(dict.fromkeys(world for _, world in said))
-        heads.append(f"{budget}; GPUs: {', '.join(map(str, worlds))}")
-        for name, row in rows.items():
-            real = [longest(part, f"{name} on {w}, {budget}").get((name, w)) for w in worlds]
-            row.append(", ".join(map(short, real)))
-            pairs = zip(real, (said.get((name, w)) for w in worlds))
-            off[name] += [abs(b / a - 1) for a, b in pairs if a and b]
-    rows = [[*row, f"{max(off[name]):.1%}" if off[name] else ""] for name, row in rows.items()]
-    body = table([*heads, "prediction off by at most"], *rows)
-    return f"*Emulated, bfloat16, batch 1 ({made(part)})*\n\n{body}"
+        for world in dict.fromkeys(world for _, world in said):
+            found = [tried(part, f"{name} on {world}, {budget}") for name in names]
+            cells = [f"{real} ({said[name, world] or 0:,})" for name, real in zip(names, found)]
+            rows.append([f"{budget}, {world}", *cells])
+    return f"*Emulated, bfloat16, batch 1 ({made(part)})*\n\n{table(*rows)}"
+
+
+def tried(part, step):
+    """The longest sequence of a search of one row; below which it is, where the search ended so."""
+    for row in of(part, step).get("results", []):
+        if row["longest"] is not None:
+            return f"{row['longest']:,}"
+        if row["too_long"]:
+            return f"below {row['too_long']:,}"
+    return "error"
 
 
 def proved_table(part):
