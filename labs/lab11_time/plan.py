@@ -263,7 +263,7 @@ def plan(lab, args, off):
         f"{off['ordered']:.0%} of pairs were in order."
         "\n  One long run was published: qwen3-8b, 1,048,576 tokens, ring attention on 8 H100."
         f"\n  A step took {runs[0]} with FlashAttention, {runs[1]} with cuDNN's."
-        "\n  Nobody has checked here: all_to_all, matmuls that are recomputed, other GPUs."
+        "\n  Nobody has checked here: all_to_all, GPUs other than H100 and H200."
     )
     return rows
 
