@@ -126,11 +126,21 @@ def gpu(trial):
         for name, script in SCRIPTS.items():
             how = f"{script} {model} --length 512 --batch 1"
             yield f"correctness on {world}, {name}", f"{start} {how}"
+    for name, script in SCRIPTS.items():
+        yield f"tiny on 2, {name}", f"{both} {script} --mode all --dtype float32"
+        yield f"tiny on 4, {name}", f"torchrun --nproc_per_node=4 results/one_gpu.py {script}"
+    for schedule in ("afab", "interleaved", "zb"):
+        yield f"tiny on 2, pp {schedule}", f"{both} pp.py --mode all --schedule {schedule}"
+    search = "python oom_search.py --how predicted --fresh --optimizer none --strategy all"
+    search += f" tp_dtensor {model or '--model tiny --dtype float32'}"
+    as_scripts = {"none": "--recompute none", "full": "--tile 1000000000"}  # which have no tiles
     for length, recompute in ((small, "none"), (middle, "none"), (large, "full")):
         how = f"{model} --length {length} --batch 1 --loss full --recompute {recompute}"
         yield f"benchmark {length}, plain", f"python results/make.py plain {how}"
         for name, script in SCRIPTS.items():
             yield f"benchmark {length}, {name}", f"{launch} {script} --mode benchmark {how}"
+        how = f"--loss full {as_scripts[recompute]} --nproc 1 --at {length}"
+        yield f"predicted, {length}", f"{search} {how}"
     how = f"{model} --batch 1 --attn flash"  # the package, where it is installed
     yield "correctness on 1, tp flash", f"{launch} tp.py {how} --length 512"
     how += f" --mode benchmark {BARE} --length {middle}"
@@ -139,9 +149,7 @@ def gpu(trial):
         for name, script in SCRIPTS.items():
             how = f"--backend fake --mode benchmark {model} --length {middle} --batch 1"
             yield f"rank 0 of {world}, {name}", f"RANK=0 WORLD_SIZE={world} python {script} {how}"
-    search = "python oom_search.py --how predicted --fresh --optimizer none --tile 1000000000"
-    search += f" {model or '--model tiny --dtype float32'} --at {middle}"
-    yield "predicted, rank 0", f"{search} --strategy all tp_dtensor --nproc 1 2 4 8"
+    yield "predicted, rank 0", f"{search} {as_scripts['full']} --nproc 1 2 4 8 --at {middle}"
 
 
 def limits(trial):
@@ -395,54 +403,67 @@ def cpu_table(part):
 def gpu_table(part):
     """Proofs, throughput beside Hugging Face's own model, and what one rank of several takes."""
     peak = next((flops for name, flops in PEAK.items() if name in part["about"]["device"]), None)
-    rows = [["1 rank", "loss, recomputation", "tokens/s", "of the GPU's FLOP/s", "time / plain"]]
+    rows = [["1 rank", "loss, recomputation", "tokens/s", "MFU", "time / plain", "GiB"]]
     for step, outcome in part["steps"].items():
         kind, name = step.split(", ")
         bench = outcome.get("result", {}).get("benchmark")
         if not kind.startswith("benchmark") or not bench:
             continue
-        beside = of(part, f"{kind}, plain").get("benchmark")
+        beside, length = of(part, f"{kind}, plain").get("benchmark"), kind.split()[1]
         seconds = bench["forward_backward_s"]["median"]
         how = ", ".join(re.findall(r"--(?:loss|recompute) (\w+)", outcome["command"]))
-        used = f"{beside['model_flop'] / seconds / peak:.0%}" if beside and peak else ""
+        mfu = f"{beside['model_flop'] / seconds / peak:.0%}" if beside and peak else ""
         ratio = f"{seconds / beside['forward_backward_s']['median']:.3f}" if beside else ""
-        speed, name = f"{bench['tokens_per_s']:.0f}", f"{name}, {kind.split()[1]} tokens"
-        rows.append([name, how, speed, used, ratio])
+        gib = memory(bench, peaks(part, f"predicted, {length}").get((name, 1)))
+        speed = f"{bench['tokens_per_s']:.0f}"
+        rows.append([f"{name}, {length} tokens", how, speed, mfu, ratio, gib])
     return f"*Measured ({made(part)})*\n\n{proofs(part)}\n{table(*rows)}\n{one_of_several(part)}"
 
 
 def proofs(part):
-    """How close to the model on one device, on one rank and on two that share the GPU."""
-    rows = [["correctness, worst tensor", "1 rank", "2 ranks, over the host"]]
-    for name in [*SCRIPTS, "tp flash"]:
-        rows.append([name, *(worst(part, f"correctness on {ranks}, {name}") for ranks in (1, 2))])
+    """How close to one device, on one rank and on several that share the GPU."""
+    rows = [["correctness, worst tensor", "1 rank", "2 ranks", "tiny, 2 ranks", "tiny, 4 ranks"]]
+    for name in [*SCRIPTS, "tp flash", "pp afab", "pp interleaved", "pp zb"]:
+        steps = [f"{how}, {name}" for how in ("correctness on 1", "correctness on 2")]
+        steps += [f"{how}, {name}" for how in ("tiny on 2", "tiny on 4")]
+        rows.append([name, *(worst(part, step) for step in steps)])
     return table(*rows)
+
+
+def peaks(part, step):
+    """{(strategy, GPUs): bytes of rank 0's peak} of a prediction for one length."""
+    rows = of(part, step).get("results", [])
+    sizes = {(row["strategy"], row["nproc"]): row["at"][0]["peak_memory_bytes"] for row in rows}
+    return {key: of_ranks[0] for key, of_ranks in sizes.items() if of_ranks}  # [] if unusable
+
+
+def memory(bench, predicted):
+    """Rank 0's peak, and in parentheses what was predicted."""
+    measured = (bench or {}).get("peak_memory_bytes")
+    cells = [f"{measured[0] / GIB:.2f}"] if measured else []
+    cells += [f"({predicted / GIB:.2f})"] if predicted else []
+    return " ".join(cells)
 
 
 def one_of_several(part):
     """Time and memory of rank 0, peers silent, and in parentheses what was predicted of them."""
-    worlds, heads = (1, 2, 4, 8), ("s a step", "GiB")
+    worlds, heads = (1, 2, 4, 8), ("ms a step", "GiB")
     rows = [["rank 0, 16k tokens", *(f"{what}, of {w}" for w in worlds for what in heads)]]
-    said = of(part, "predicted, rank 0").get("results", [])
-    said = {(row["strategy"], row["nproc"]): row["at"][0]["peak_memory_bytes"][0] for row in said}
+    said = peaks(part, "predicted, rank 0")
     for name in SCRIPTS:
         row = [name]
         for world in worlds:
-            outcome = of(part, f"rank 0 of {world}, {name}")
-            seconds, gib = "", ""
+            outcome, seconds = of(part, f"rank 0 of {world}, {name}"), ""
             if bench := outcome.get("benchmark"):
-                seconds = f"{bench['forward_backward_s']['median']:.2f}"
+                seconds = f"{1e3 * bench['forward_backward_s']['median']:.0f}"
                 seconds += modelled(name, world, outcome, part["about"]["device"])
-                gib = f"{bench['peak_memory_bytes'][0] / GIB:.2f}"
-            if (name, world) in said:
-                gib += f" ({said[name, world] / GIB:.2f})"
-            row += [seconds, gib]
+            row += [seconds, memory(bench, said.get((name, world)))]
         rows.append(row)
     return table(*rows)
 
 
 def modelled(name, world, outcome, device):
-    """Seconds of rank 0's step by lab 11's model of time, where it knows the model and the GPU.
+    """Milliseconds of rank 0's step by lab 11's model, where it knows the model and the GPU.
 
     The first stage of a pipeline has no head. Silent peers take no time, so no message does. On
     Hopper PyTorch chooses cuDNN's attention.
@@ -457,7 +478,7 @@ def modelled(name, world, outcome, device):
         layers, head = layers // world, world == 1
     setting = world, outcome["length"], plan.cluster_of(lesson, gpu, "cudnn")
     parts = plan.rank_parts(lesson, model, strategies[name], layers, head, *setting)
-    return f" ({sum(parts.values()):.2f})"
+    return f" ({1e3 * sum(parts.values()):.0f})"
 
 
 def limits_table(part):

@@ -54,8 +54,9 @@ KINDS = [  # part, step, its row in the part's table
     ("cpu", "benchmark, pp", r"\| pp( \| ){4}\d+\.\d\d \| \d+ / \d+ \| \d+ \|"),
     ("gpu", "correctness on 2, sp_megatron", r"\| sp_megatron \|  \| \d\.\de-\d\d \|"),
     ("gpu", "benchmark 512, plain", r"\| plain, 512 tokens \| full, full \| \d+ \|  \| 1\.000 \|"),
-    ("gpu", "rank 0 of 1, sp_megatron", r"\| sp_megatron \| \d+\.\d\d \| \d+\.\d\d \|"),
-    ("gpu", "predicted, rank 0", r"\| tp \|  \|  \(0\.\d\d\) \|  \|  \(0\.\d\d\) \|"),
+    ("gpu", "rank 0 of 1, sp_megatron", r"\| sp_megatron \| \d+ \| \d+\.\d\d \|"),
+    ("gpu", "predicted, rank 0", r"\| tp \|  \| \(0\.\d\d\) \|  \| \(0\.\d\d\) \|"),
+    ("gpu", "tiny on 2, pp zb", r"\| pp zb \|  \|  \| \d\.\de-\d\d \|  \|"),
 ]
 
 
