@@ -511,11 +511,12 @@ def proved_table(part):
     said = {name: f"{s['about']['date']}, commit {s['commit']}" for name, s in steps.items()}
     told = []
     if step := steps.get("mutants"):
-        total = step["caught"] + step["equivalent"] + len(step["survived"])
+        left = len(step["survived"])
+        total = step["caught"] + step["equivalent"] + left
         told.append(
             f"of {total:,} small changes to the scripts {step['caught']:,} are caught, "
             f"{step['equivalent']} stand in tests/survivors.txt with the reason, "
-            f"and {len(step['survived'])} survive ({said['mutants']})"
+            f"and {left} survive{'s' * (left == 1)} ({said['mutants']})"
         )
     if files := {name: step for name, step in steps.items() if name.startswith("test_")}:
         total = sum(step["tests"] for step in files.values())
