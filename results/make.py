@@ -423,10 +423,9 @@ def gpu_table(part):
 def proofs(part):
     """How close to one device, on one rank and on several that share the GPU."""
     rows = [["correctness, worst tensor", "1 rank", "2 ranks", "tiny, 2 ranks", "tiny, 4 ranks"]]
+    kinds = "correctness on 1", "correctness on 2", "tiny on 2", "tiny on 4"
     for name in [*SCRIPTS, "tp flash", "pp afab", "pp interleaved", "pp zb"]:
-        steps = [f"{how}, {name}" for how in ("correctness on 1", "correctness on 2")]
-        steps += [f"{how}, {name}" for how in ("tiny on 2", "tiny on 4")]
-        rows.append([name, *(worst(part, step) for step in steps)])
+        rows.append([name, *(worst(part, f"{kind}, {name}") for kind in kinds)])
     return table(*rows)
 
 
@@ -474,8 +473,8 @@ def modelled(name, world, outcome, device):
     if not (name in strategies and model and gpu):
         return ""
     layers, head = model.layers, True
-    if name == "pp":
-        layers, head = layers // world, world == 1
+    if name == "pp":  # its first stages hold the layers that are left over
+        layers, head = -(-layers // world), world == 1
     setting = world, outcome["length"], plan.cluster_of(lesson, gpu, "cudnn")
     parts = plan.rank_parts(lesson, model, strategies[name], layers, head, *setting)
     return f" ({1e3 * sum(parts.values()):.0f})"

@@ -103,7 +103,7 @@ def test_a_proof_that_failed_is_not_left_blank():
     assert row in make.TABLES["cpu"]({"about": make.about(), "steps": steps})
 
 
-def rank_on_one_gpu(*command):
+def rank_on_one_gpu(script):
     """A rank that, as on a GPU, can send no tensor of its own, only one_gpu.py's copies."""
     one_gpu = importlib.import_module("one_gpu")
 
@@ -116,7 +116,7 @@ def rank_on_one_gpu(*command):
         takes = inspect.signature(function).parameters if inspect.isfunction(function) else {}
         if re.search("tensor|output", next(iter(takes), "")):
             setattr(dist, name, functools.partial(refuse_a_gpu, function))
-    sys.argv = ["one_gpu.py", *command, "--length", "16"]
+    sys.argv = ["one_gpu.py", script, "--length", "16"]
     one_gpu.main()
 
 
