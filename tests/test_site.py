@@ -317,10 +317,10 @@ def test_front_page_and_menu(browser, address, size):  # noqa: F811
     for act in (button.click, partial(button.press, "Enter")) * 2:
         there = page.is_visible()
         act()
-        page.wait_for(state="hidden" if there else "visible", timeout=5000)
+        page.wait_for(state="hidden" if there else "visible")
         if size == "phone":  # the menu lies over the button
             tab.keyboard.press("Escape")
-            page.wait_for(state="hidden", timeout=5000)
+            page.wait_for(state="hidden")
     tab.close()
 
 
@@ -353,5 +353,5 @@ def test_accessible(browser, address, pages, way):  # noqa: F811
 def test_search_finds(browser, address, word, page):  # noqa: F811
     tab = browser.new_page()
     tab.goto(f"{address}search.html?q={word}")
-    tab.locator(f"#search-results a[href*={page}]").first.wait_for(timeout=9000)
+    tab.locator(f"#search-results a[href*={page}]").first.wait_for()
     tab.close()

@@ -74,9 +74,7 @@ function restore(kept) {
   if (found) [question, guess, given, committed] = [found, kept.guess, kept.given, true];
 }
 
-// What is yet to be written of the last state must not come after it
 function leaveFor(fragment) {
-  clearTimeout(written);
   goingOn = true;
   location.hash = fragment;
 }

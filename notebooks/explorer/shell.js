@@ -178,8 +178,14 @@ function fragment() {
   return "#" + [current.id, ...words].join("&");
 }
 
+let address = ""; // of what is shown: where the page's is another one, show() is yet to hear of a link just followed
+function writeNow() {
+  if (location.hash !== address) return;
+  history.replaceState(answered(), "", fragment());
+  address = location.hash;
+}
+
 let written = null; // browsers limit how often a page may change its address
-const writeNow = () => history.replaceState(answered(), "", fragment());
 function write() {
   clearTimeout(written);
   written = setTimeout(writeNow, 150);
@@ -242,6 +248,7 @@ function show() {
   stop();
   hideTip();
   if (current) last[current.id] = fragment();
+  address = location.hash;
   const asked = askedBy(location.hash);
   [current, state] = parse(asked ? `#${asked.view}` : location.hash);
   ask(asked ?? (location.hash.includes("&") ? null : nextQuestion(current.id)));
