@@ -7,24 +7,15 @@ import re
 import sys
 from collections import Counter
 
+import learner
 import pytest
 from conftest import ROOT, python
-from learner import (
-    CHECKS,
-    FILES,
-    LABS,
-    NAMES,
-    SAVED,
-    SHOWN,
-    answered,
-    grade,
-    graded,
-    right_answers,
-    run_lab,
-    wrong_answers,
-)  # fmt: skip
+from learner import CHECKS, FILES, LABS, NAMES, SAVED, SHOWN, answered, graded, wrong_answers
 
-from labs.kit.mistakes import REGION, with_mistake
+from labs import grade
+from labs.kit.blame import HINTS
+from labs.kit.mistakes import REGION, Mistake, with_mistake
+from labs.kit.run import run_lab
 
 EACH_LAB = pytest.mark.parametrize("name", NAMES)
 MAIN = '\nif __name__ == "__main__":'
@@ -91,13 +82,14 @@ def test_a_lab_means_the_same_however_an_editor_saves_it(name, tmp_path):
 
 @EACH_LAB
 def test_an_exercise_has_a_right_answer_and_three_wrong_ones_and_a_bug_is_a_case(name):
-    """A wrong answer changes the finished lab: it has a place there."""
+    """A wrong answer changes the finished lab: it has a place there. Its hint is whole, if ours."""
     text, wrong, bugs = LABS[name].read_text(), Counter(), []
     for exercise, bug, mistake, hint in wrong_answers(name):
         wrong[exercise] += not bug
         bugs += [bug] if bug else []
         assert bug or with_mistake(text, exercise, mistake) != text, hint
-    assert set(right_answers(name)) == set(CHECKS[name].CHECKS)
+        assert hint.endswith(".") or any(hint in usual for usual in HINTS.values()), hint
+    assert set(learner.right_answers(name)) == set(CHECKS[name].CHECKS)
     assert all(wrong[exercise] >= 3 for exercise in CHECKS[name].CHECKS), wrong
     assert sorted(bugs) == sorted(bug.__name__ for bug in CHECKS[name].BUGS)
 
@@ -148,6 +140,15 @@ def test_bad_input_is_one_line(name, options, message, capsys, monkeypatch):
 def test_wrong_is_caught_with_its_hint(name, exercise, bug, mistake, said):
     passed, verdict = graded(LABS[name], exercise, mistake, bug)
     assert not passed and said in verdict, verdict
+
+
+@pytest.mark.ci
+def test_a_general_hint_names_the_function_of_its_case():
+    """The exercise is gradients; AllToAll, which spoils what it is given, has to be named."""
+    call = "all_to_all(grad, ctx.receives, ctx.sends, ctx.group)"
+    spoilt = Mistake("", [(call, f"{call} + 0 * grad.zero_().sum()")], [], None)
+    passed, said = graded(LABS["lab1"], "gradients", spoilt)
+    assert not passed and "overwritten AllToAll must leave its arguments as they are" in said
 
 
 @pytest.mark.ci

@@ -135,7 +135,8 @@ def judge(exercise, cases, finished, listed, tolerance, lab, group, seed, contro
     count, worst, sent = 0, 0.0, {}
     for place, (title, see, *right) in enumerate(cases(group, seed)):
         right = right[0] if right else {}
-        own = hints.get(see[0] if isinstance(see, tuple) else title, hints[""])
+        case = see[0] if isinstance(see, tuple) else title
+        own = hints.get(case, hints[""])
         ours = looked(see, finished, control, {})
         for name, value in right.items():
             assert differs(ours[name], value, tolerance) is None, (title, name)
@@ -151,11 +152,12 @@ def judge(exercise, cases, finished, listed, tolerance, lab, group, seed, contro
                 return see, expected
 
             name, text = wrong or (None, "")
-            what = again, finished, exercise, mistakes, mine, name, control, tolerance
-            hint = usual_hint(*what)
+            hint = usual_hint(again, finished, exercise, mistakes, mine, name, control, tolerance)
             if wrong:
+                first = [re.match(r"\w*", words)[0] for words in (case, own)]
+                function = first[not hasattr(finished, first[0])]
                 general = [h for end, h in GENERAL.items() if name.endswith(end)]
-                general = general[0].format(exercise) if general else own
+                general = general[0].format(function) if general else own
                 hint = hint or hints.get(name, general)
                 hint = "; ".join(filter(None, (hint, hint_at(text) if name == "it" else "")))
                 raise Wrong(f"{title}: {name} {text}".rstrip(), hint)

@@ -62,7 +62,7 @@ def read_mistakes(path):
             elif line.startswith("# "):
                 mistakes.append(Mistake(line[2:], [], regions_of(whole), bug))
                 whole, bug = [], None
-            elif " ->" in change:
+            elif " ->" in line:
                 mistakes.append(Mistake(hint, edits_of(change.split(" && ")), [], bug))
                 bug = None
             else:

@@ -87,7 +87,7 @@ class Exchanges:
             text = f"rank {rank} waits for {wanted} from {source_of_it}, which sends it {found}"
             if found != wanted:
                 raise Wrong(
-                    text, "exchange()'s to, source and shape must go with the step, on all ranks"
+                    text, "exchange()'s to, source and shape must go with the step, on all ranks."
                 )
         return self.exchange(x, to, source, shape, group)
 

@@ -213,7 +213,7 @@ class Ring:
         expected = self.lengths[self.sent : self.sent + 1] or [length]
         if length != expected[0]:
             found = f"a block of {expected[0]} tokens arrives, and length is {length}"
-            hint = "length is that of the block before this one: len(held[source - 1])."
+            hint = "pass_on() needs the length of the block before this one: len(held[source - 1])."
             raise Wrong(found, hint)
         self.sent += 1
         wait = pass_on(x, length, group)
