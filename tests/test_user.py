@@ -106,15 +106,8 @@ def test_a_schedule_needs_no_launcher(ranks, given):
 
 
 def launched_so(script, given, *options):
-    torchrun = (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    )
-    for name in (*torchrun, "TORCHELASTIC_USE_AGENT_STORE"):
+    torchruns = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
+    for name in (*torchruns.split(), "TORCHELASTIC_USE_AGENT_STORE"):
         del os.environ[name]
     os.environ |= given
     run_script(script, changed(script), options)
