@@ -58,7 +58,7 @@ def test_ctrl_c_ends_a_run(tmp_path):
     assert not processes(mark), "no process is left"
 
 
-@pytest.mark.ci(every=16)
+@pytest.mark.ci(every=40)
 @pytest.mark.parametrize("ranks,kind,where,script", CASES)
 def test_a_fault_ends_the_job_and_is_shown(ranks, kind, where, script, tmp_path):
     mark = f"FAULT_TEST={tmp_path}"

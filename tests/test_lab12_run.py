@@ -12,7 +12,7 @@ def run(tmp_path_factory):
     return shown("lab12", tmp_path_factory.mktemp("lab12"), "--ranks", 3)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_whole_models_are_those_of_one_device(run):
     rows = run["proofs"]
     assert [row["ranks"] for row in rows] == [2, 3, 4, 4]
@@ -23,7 +23,7 @@ def test_whole_models_are_those_of_one_device(run):
         assert row["off_by"] <= 1e-10 and row["tensors"] == 4 + 2 * (9 + norms)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_bytes(run):
     for row in run["bytes"]:
         sizes = 3 * 8 * EXPERTS
@@ -34,7 +34,7 @@ def test_bytes(run):
     assert run["prediction"]["measured"] == 4 * 3 * TOKENS * 5 * HIDDEN * 8
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_slowest_rank_and_what_dropping_costs(run):
     skews, factors = run["skews"], run["factors"]
     assert skews[0]["balance"] == approx(2, rel=0.05) and skews[0]["busiest"] < 1.2
@@ -49,7 +49,7 @@ def test_the_slowest_rank_and_what_dropping_costs(run):
     assert dropped == sorted(dropped, reverse=True)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_training_and_the_picture(run):
     plain, balanced, dropping, both = run["trainings"]
     assert balanced["busiest"] < plain["busiest"] and both["dropped"] < dropping["dropped"]

@@ -54,7 +54,7 @@ def run(tmp_path, capfd):
     return run
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_lab1(run):
     _, results = run("lab1", "predicted 4480, measured 4480: right", "--ranks", 3)
     counts = {row["operation"]: row for row in results["counts"] if row["ranks"] == 3}
@@ -102,7 +102,7 @@ FIGURES = {  # of the wrong way, of the right way
 }
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_lab3(run):
     printed, results = run("lab3", "predicted 163840, measured 163840: right")
     pitfalls, versions = results["pitfalls"], results["versions"]
@@ -131,7 +131,7 @@ def test_lab3_says_which_wrong_way_works_and_which_right_one_does_not(tmp_path, 
     assert re.search(r"f_per_projection .* FAIL: gradient 0\.", printed), printed
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_lab3b(run):
     printed, results = run("lab3b", "predicted 6, measured 6: right", "--dump", "two_orders")
     reduced = "all_reduce [[4]]"
@@ -165,7 +165,7 @@ def test_lab4(run):
     assert SHOWN["lab4"].at_shortest(log) == (8 + 3, 10 / 7)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_lab5(run):
     _, results = run("lab5", "predicted 20, measured 20: right")
     shown = SHOWN["lab5"]
@@ -363,7 +363,7 @@ def test_bad_input_ends_lab8_on_both_nodes(tmp_path):
     assert status == 1 and printed.count(found) == 1
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_lab9(run):
     """3 ranks divide both units."""
     layer, root = 60 * 12 * (5 + 5 + 1 + 1) + 3 * 60 * 101 + 2 * 60, 512 * 60 + 60

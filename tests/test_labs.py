@@ -135,7 +135,7 @@ def test_bad_input_is_one_line(name, options, message, capsys, monkeypatch):
     assert out == "" and err.startswith(f"error: {message}") and err.count("\n") == 1
 
 
-@pytest.mark.ci(every=80)
+@pytest.mark.ci(every=160)
 @pytest.mark.parametrize("name,exercise,bug,mistake,said", CAUGHT)
 def test_wrong_is_caught_with_its_hint(name, exercise, bug, mistake, said):
     passed, verdict = graded(LABS[name], exercise, mistake, bug)
@@ -151,7 +151,7 @@ def test_a_general_hint_names_the_function_of_its_case():
     assert not passed and "overwritten AllToAll must leave its arguments as they are" in said
 
 
-@pytest.mark.ci
+@pytest.mark.ci(every=3)
 @EACH_LAB
 def test_the_empty_lab_grades_0(name, tmp_path):
     mine, results = tmp_path / FILES[name], tmp_path / "results.json"
@@ -176,7 +176,7 @@ OTHERWISE = {  # how the experiments are run with other right answers
 }
 
 
-@pytest.mark.ci(every=8)
+@pytest.mark.ci(every=20)
 @EACH_LAB
 def test_other_right_answers_pass_and_serve_the_experiments(name, tmp_path, capsys, monkeypatch):
     mine, ways = tmp_path / FILES[name], list(SAVED.values())

@@ -48,7 +48,7 @@ def test_smollm2_as_a_gguf():
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-@pytest.mark.ci(every=7)
+@pytest.mark.slow
 @pytest.mark.parametrize("script,world,length", PROVEN)
 def test_smollm2_is_right_and_learns(ranks, script, world, length, directory):
     """Five steps of learning mode, on fewer tokens, for their time."""

@@ -48,11 +48,11 @@ def test_what_was_found_has_its_command(name):
 
 
 KINDS = [  # part, step, its row in the part's table
+    ("gpu", "correctness on 2, sp_megatron", r"\| sp_megatron \|  \| \d\.\de-\d\d \|"),
     ("lengths", "40 GiB", r"\| tp \| \d+k \| \d+k \| error \| error \| error, error \|"),
     ("plans", "verdicts", r"\| qwen3 \| right, 83 kB \| .* WRONG: q_norm, k_norm \| WRONG: "),
     ("cpu", "correctness bfloat16, tp", r"\| tp \|  \|  \| \d\.\de-\d\d \|"),
     ("cpu", "benchmark, pp", r"\| pp( \| ){4}\d+\.\d\d \| \d+ / \d+ \| \d+ \|"),
-    ("gpu", "correctness on 2, sp_megatron", r"\| sp_megatron \|  \| \d\.\de-\d\d \|"),
     ("gpu", "benchmark 512, plain", r"\| plain, 512 tokens \| full, full \| \d+ \|  \| 1\.000 \|"),
     ("gpu", "rank 0 of 1, sp_megatron", r"\| sp_megatron \| \d+ \| \d+\.\d\d \|"),
     ("gpu", "predicted, rank 0", r"\| tp \|  \| \(0\.\d\d\) \|  \| \(0\.\d\d\) \|"),
@@ -60,7 +60,7 @@ KINDS = [  # part, step, its row in the part's table
 ]
 
 
-@pytest.mark.ci(every=4)
+@pytest.mark.ci(every=12)
 @pytest.mark.parametrize("part,step,row", KINDS)
 def test_a_step_of_each_kind(part, step, row):
     outcome = make.run(steps_of(part, True, {})[step])

@@ -232,7 +232,7 @@ def test_what_a_schedule_sends_and_when(ranks, schedule):
     assert waits["in_flight"] == waits["in_flight_expected"]
 
 
-@pytest.mark.ci(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_one_f_one_b_bounds_what_is_in_flight(ranks, world):
     few, many = (

@@ -83,7 +83,7 @@ def as_page(file):
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_where_it_is_published(site, tmp_path):
     """Links to the source and clone lines name the workflow's repository, or are left out."""
     there = {"search.html"} | {file.name for file in site.glob("_static/**/*.html")}
@@ -327,7 +327,7 @@ def test_front_page_and_menu(browser, address, size):  # noqa: F811
 WAYS = [("light", "phone"), ("light", "desk"), ("dark", "desk"), ("dark", "phone")]
 
 
-@pytest.mark.ci(every=4)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", range(4))
 def test_accessible(browser, address, pages, way):  # noqa: F811
     """axe finds nothing serious on any page (each in one of four ways, because it takes seconds);

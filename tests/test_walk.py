@@ -189,7 +189,7 @@ def test_where_says_nothing_of_a_copy_without_a_change(tmp_path):
     assert where.facts(copy) == {}
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_where_follows_a_verdict():
     job = torchrun(2, "labs/break_it.py", "sp_megatron.py", "unsummed_norm_gradient", "--where")
     after = job.stdout.partition("FAIL correctness")[2]
