@@ -22,7 +22,7 @@ from textwrap import indent
 from typing import NamedTuple
 
 # a name and its hint; "forward: calls of send" has a colon of its own
-NAMED = re.compile(r"((?:(?:for|back)ward: (?=bytes |calls |messages ))?.*?): (.*)")
+NAMED = re.compile(r"((?:[^:]+: (?=bytes |calls |messages ))?.*?): (.*)")
 REGION = re.compile(r"^( *)# exercise: (\w+)\n(.*?)^ *# end exercise\n", re.M | re.S)
 
 

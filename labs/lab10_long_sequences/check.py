@@ -275,9 +275,9 @@ def see_heads(x, weights, dy, d, group, lab, eye):
             y = lab.attend_by_chunks(*own, d, chunks, group)
         forward, most = alive.peak, int(2.5 * dy.nbytes)
         left = bytes_alive(alive.storages.valuerefs(), most, 1)
-        eye.note(f"{what}: y", y)
-        eye.note(f"{what}: all-to-alls in the forward", traffic.ops.get("all_to_all", [0])[0])
-        eye.note(f"{what}: bytes alive until the backward", enough(left, most))
+        eye.note(f"{what}, y", y)
+        eye.note(f"{what}, all-to-alls in the forward", traffic.ops.get("all_to_all", [0])[0])
+        eye.note(f"{what}, bytes alive until the backward", enough(left, most))
         if not eye.together(y.shape == dy.shape and y.requires_grad):
             eye.note("skipped", None)
             return
@@ -286,9 +286,9 @@ def see_heads(x, weights, dy, d, group, lab, eye):
             found = gradients((y * dy).sum(), own)
         peaks[chunks] = forward, alive.peak
         for name, grad in zip(("x", *WEIGHTS), found):
-            eye.note(f"{what}: the gradient of {name}", grad)
+            eye.note(f"{what}, the gradient of {name}", grad)
         same = all(map(torch.equal, own, (x, *weights)))
-        eye.note(f"{what}: x, or a weight, is overwritten", not same)
+        eye.note(f"{what}, x, or a weight, is overwritten", not same)
     for phase, many, one in zip(("forward", "backward"), peaks[6], peaks[1]):
         eye.note(f"the {phase} of 6 chunks takes less than 0.6 of that of 1", many < 0.6 * one)
 
@@ -312,7 +312,7 @@ def chunks_of_heads(group, seed):
         dw = product.grad[:, mine].flatten(0, 1).T @ full[:, mine].flatten(0, 1)
         right[f"the gradient of {name}"] = dw
     each = "1 chunk of heads", "3 chunks of heads", "6 chunks of heads"
-    right = {f"{what}: {name}": value for what in each for name, value in right.items()}
+    right = {f"{what}, {name}": value for what in each for name, value in right.items()}
     own = full[:, mine].clone(), weights, dout[:, mine].clone()
     yield f"{P} ranks", partial(see_heads, *own, d, group), right
 
