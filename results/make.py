@@ -350,7 +350,8 @@ def plans_table(part):
     found = of(part, "verdicts")
     verdicts = {}
     for row in found.get("referee", []):
-        plan = f"{row['plan']}, {'SP' if row['sequence_parallel'] else 'TP'}"
+        whose = row["plan"].replace("this lab's", "lab 5's")
+        plan = f"{whose}, {'SP' if row['sequence_parallel'] else 'TP'}"
         verdicts.setdefault(row["model"], {})[plan] = verdict(row, found["limit"])
     plans = list(dict.fromkeys(plan for own in verdicts.values() for plan in own))
     rows = [[model, *(own.get(plan, "") for plan in plans)] for model, own in verdicts.items()]
@@ -422,7 +423,9 @@ def gpu_table(part):
 
 def proofs(part):
     """How close to one device, on one rank and on several that share the GPU."""
-    rows = [["correctness, worst tensor", "1 rank", "2 ranks", "tiny, 2 ranks", "tiny, 4 ranks"]]
+    one, two = "1 rank, bfloat16", "2 ranks, bfloat16"
+    tiny = "tiny, 2 ranks, float32 (schedules float64)", "tiny, 4 ranks, float64"
+    rows = [["correctness, worst tensor", one, two, *tiny]]
     kinds = "correctness on 1", "correctness on 2", "tiny on 2", "tiny on 4"
     for name in [*SCRIPTS, "tp flash", "pp afab", "pp interleaved", "pp zb"]:
         rows.append([name, *(worst(part, f"{kind}, {name}") for kind in kinds)])
@@ -484,7 +487,7 @@ def limits_table(part):
     """What a real GPU takes, and in parentheses what was predicted."""
     searches = [step for step in part["steps"] if step.startswith("predicted")]
     names = list(dict.fromkeys(name for step in searches for name, _ in longest(part, step)))
-    rows = [["longest, GPUs", *names]]
+    rows = [["memory and remedies, GPUs", *names]]
     for step in searches:
         said, budget = longest(part, step), step.removeprefix("predicted, ")
         for world in dict.fromkeys(world for _, world in said):
@@ -507,7 +510,7 @@ def tried(part, step):
 def proved_table(part):
     """What `make prove` ran, in one line."""
     steps = part["steps"]
-    said = {name: f"{s['about']['date']}, commit {s['commit']}" for name, s in steps.items()}
+    said = {name: f"commit {s['commit']} of {s['about']['date']}" for name, s in steps.items()}
     told = []
     if step := steps.get("mutants"):
         left = len(step["survived"])
@@ -519,9 +522,14 @@ def proved_table(part):
         )
     if files := {name: step for name, step in steps.items() if name.startswith("test_")}:
         total = sum(step["tests"] for step in files.values())
-        failed = sum(len(step["failed"]) for step in files.values())
-        passed = f"{total - failed:,} of {total:,} slow tests of {len(files)} files pass"
-        told.append(f"{passed} ({' and '.join(sorted({said[name] for name in files}))})")
+        failed, skipped = ([n for s in files.values() for n in s[k]] for k in ("failed", "skipped"))
+        fare = f"{total - len(failed) - len(skipped):,} pass, {len(skipped)} are skipped"
+        fare += f", {len(failed)} fail: {', '.join(failed)}" if failed else ", none fails"
+        when = ", ".join(sorted({said[name] for name in files}))
+        told.append(f"of {total:,} slow tests of {len(files)} files {fare} ({when})")
+    if step := steps.get("soak"):
+        fare = "pass" if step["passed"] else "do not all pass"
+        told.append(f"{step['runs']} correct runs of any options {fare} ({said['soak']})")
     if step := steps.get("oldest"):
         hold = "hold" if step["passed"] else "do not hold"
         told.append(f"the four proofs {hold} with the oldest transformers ({said['oldest']})")
