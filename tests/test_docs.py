@@ -192,8 +192,7 @@ def test_commands_run_as_written(lines, clone):
         assert not fails or "FAIL" in run.stdout, f"{line}: exits with 1, and not by a verdict"
 
 
-# Figures
-# --------------------------------------------------------------------------------------------------
+# ---- Figures -------------------------------------------------------------------------------------
 
 
 def gpu_predictions():
@@ -220,8 +219,7 @@ def test_predictions_for_gpus(command, says, tmp_path):
         assert says == f"{max(peaks) / 2**30:.2f} GiB"
 
 
-# Courses
-# --------------------------------------------------------------------------------------------------
+# ---- Courses -------------------------------------------------------------------------------------
 
 
 def test_courses_add_up():

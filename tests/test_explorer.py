@@ -87,8 +87,7 @@ def test_page_is_made_by_its_command(maker, monkeypatch, tmp_path):
     assert maker.PAGE.read_text() == PAGE.read_text(), "run make_explorer.py"
 
 
-# In the browser
-# --------------------------------------------------------------------------------------------------
+# ---- In the browser ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -227,8 +226,7 @@ def test_the_way_home_the_shade_and_what_comes_first(browser, tmp_path):
         assert tab.frames[1].locator("nav").is_hidden()
 
 
-# Questions
-# --------------------------------------------------------------------------------------------------
+# ---- Questions -----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -471,8 +469,7 @@ def test_collectives_on_the_page_are_lab_1s(browser, maker):
             assert shows(found["in all"], steps * us * 1e-6 + sent / (gb * 1e9))
 
 
-# Memory, pipelines and time
-# --------------------------------------------------------------------------------------------------
+# ---- Memory, pipelines and time ------------------------------------------------------------------
 
 
 def memory_settings(memory, seed, count):

@@ -6,10 +6,11 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from conftest import ROOT, python
-from learner import LABS, Mistake, run_lab, with_mistake
+from learner import LABS, Mistake, harness, run_lab, with_mistake
 from learner import grade as grading
 
 LESSON = LABS["lab1"].read_text()
@@ -55,6 +56,18 @@ def test_what_is_said_of_a_wrong_answer(answer, said):
     answers = answering(all_reduce=answer), "utf-8"
     passed, seen, hint = grading.grade_one(LABS["lab1"], answers, "all_reduce", 5, 5)
     assert not passed and said in f"{seen} {hint}"
+
+
+def errs_or_sees(group):
+    """Rank 1 has an error at once; what rank 0 sees, a little later, is its cause."""
+    time.sleep(0.2 * (group.rank() == 0))
+    raise harness.Wrong(("sends 3 numbers", "it fails, ValueError: 3")[group.rank()])
+
+
+def test_what_a_rank_has_seen_is_said_before_an_error_of_another():
+    with pytest.raises(harness.Wrong) as told:
+        harness.on_ranks(2, errs_or_sees)
+    assert told.value.found == "rank 0: sends 3 numbers"
 
 
 @pytest.mark.ci

@@ -33,9 +33,7 @@ def parsed(script, *options):
     return args, group
 
 
-# --------------------------------------------------------------------------------------------------
-# Devices: a step on tensors without data, "on" a GPU
-# --------------------------------------------------------------------------------------------------
+# ---- Devices: a step on tensors without data, "on" a GPU -----------------------------------------
 
 
 def backward(root, grad=None):
@@ -137,9 +135,7 @@ def test_a_tensor_on_the_cpu_is_found(ranks, script, old, new):
     assert codes == [1] and re.search(TWO_DEVICES, output), output
 
 
-# --------------------------------------------------------------------------------------------------
-# Tracing: Hugging Face then builds the mask, which it leaves out elsewhere
-# --------------------------------------------------------------------------------------------------
+# ---- Tracing: Hugging Face then builds the mask, which it leaves out elsewhere -------------------
 
 
 def same_logits_when_traced(script, put, options, compiled):
@@ -174,9 +170,7 @@ def test_under_tracing_the_mask_is_that_of_all_tokens(ranks, script, compiled):
         assert codes == [1, 1] and "scaled_dot_product_attention" in output, output
 
 
-# --------------------------------------------------------------------------------------------------
-# flash-attn: what reaches it, and what comes of it
-# --------------------------------------------------------------------------------------------------
+# ---- flash-attn: what reaches it, and what comes of it -------------------------------------------
 
 
 def attend(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), **_):
@@ -267,9 +261,7 @@ def test_a_wrong_position_is_found(ranks, script, old, new):
     assert codes == [1, 1] and "other than sdpa" in output, output
 
 
-# --------------------------------------------------------------------------------------------------
-# A search on a GPU whose memory is a number
-# --------------------------------------------------------------------------------------------------
+# ---- A search on a GPU whose memory is a number --------------------------------------------------
 
 GPU = """
 def add(self, key, size, part, add=LiveTensors.add):

@@ -203,9 +203,7 @@ def test_ranks_that_a_model_cannot_have_are_refused(ranks, world, command, messa
     assert run.output.count("\n") == 1
 
 
-# --------------------------------------------------------------------------------------------------
-# Pipelines
-# --------------------------------------------------------------------------------------------------
+# ---- Pipelines -----------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -437,9 +435,7 @@ def test_weight_gradients_of_zero_bubble_are_added(ranks, tmp_path, wrong):
     assert run.codes == [1, 1] and "FAIL correctness" in run.output, run.output
 
 
-# --------------------------------------------------------------------------------------------------
-# What else a user may meet
-# --------------------------------------------------------------------------------------------------
+# ---- What else a user may meet -------------------------------------------------------------------
 
 
 def test_results_are_json_and_nothing_else_is_left(ranks, tmp_path):

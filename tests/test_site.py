@@ -79,8 +79,7 @@ def as_page(file):
     return str(Path(file).with_suffix(".html"))
 
 
-# What needs no browser
-# --------------------------------------------------------------------------------------------------
+# ---- What needs no browser -----------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -196,8 +195,7 @@ def test_ways_there_and_back(pages):
     assert "](results/gpus.md)" in front and "](labs/course.md)" in front
 
 
-# In the browser
-# --------------------------------------------------------------------------------------------------
+# ---- In the browser ------------------------------------------------------------------------------
 
 
 WRONG = """() => {  // with a page at some width

@@ -201,8 +201,8 @@ def collect(processes, pipes, timeout, where):
     for problem in results:
         if isinstance(problem, UsageError):  # no group
             raise problem
-    if wrong:  # a death first, since it causes the others' errors
-        rank = min(wrong, key=lambda rank: rank not in died)
+    if wrong:  # a death first, which causes the others' errors; then what was seen, before errors
+        rank = min(wrong, key=lambda rank: (rank not in died, "Error: " in wrong[rank].found))
         raise Wrong(f"rank {rank}: {wrong[rank].found}", wrong[rank].hint)
     if busy:
         for rank in busy.values():
