@@ -86,9 +86,8 @@ class Exchanges:
             found = sent.get((source_of_it, rank))
             text = f"rank {rank} waits for {wanted} from {source_of_it}, which sends it {found}"
             if found != wanted:
-                raise Wrong(
-                    text, "exchange()'s to, source and shape must go with the step, on all ranks."
-                )
+                hint = "exchange()'s to, source and shape must go with the step, on all ranks."
+                raise Wrong(text, hint)
         return self.exchange(x, to, source, shape, group)
 
 

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 import transformers
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+ATEN = torch.library.Library("aten", "IMPL")
+
 
 class MetaStream(torch.cpu.Stream):
     """What fully_shard of PyTorch 2.15 asks of a stream, besides what a CPU's has."""
@@ -30,7 +32,7 @@ def use_meta(args, capability, kernels):
     args.device, args.source = torch.device("meta"), None  # weights of the right shape will do
     args.config.rope_parameters |= {"rope_type": "default"}  # a dynamic one reads positions
     attend = partial(attention, capability, kernels)
-    torch.library.impl("aten::scaled_dot_product_attention", "AutogradMeta", attend)
+    ATEN.impl("scaled_dot_product_attention", attend, "AutogradMeta", allow_override=True)
     # HF reads positions to find several texts in one sequence; there is only one here
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     # DTensor and fully_shard ask torch.<device> for devices, of which fully_shard refuses meta
