@@ -423,10 +423,13 @@ def gpu_table(part):
 
 def proofs(part):
     """How close to one device, on one rank and on several that share the GPU."""
-    one, two = "1 rank, bfloat16", "2 ranks, bfloat16"
-    tiny = "tiny, 2 ranks, float32 (schedules float64)", "tiny, 4 ranks, float64"
-    rows = [["correctness, worst tensor", one, two, *tiny]]
-    kinds = "correctness on 1", "correctness on 2", "tiny on 2", "tiny on 4"
+    kinds = {  # {a step: its column's head}
+        "correctness on 1": "1 rank, bfloat16",
+        "correctness on 2": "2 ranks, bfloat16",
+        "tiny on 2": "tiny, 2 ranks, float32 (schedules float64)",
+        "tiny on 4": "tiny, 4 ranks, float64",
+    }
+    rows = [["correctness, worst tensor", *kinds.values()]]
     for name in [*SCRIPTS, "tp flash", "pp afab", "pp interleaved", "pp zb"]:
         rows.append([name, *(worst(part, f"{kind}, {name}") for kind in kinds)])
     return table(*rows)

@@ -174,11 +174,13 @@ def clone(tmp_path_factory):
     return folder
 
 
-MARKS = {True: [], False: [pytest.mark.slow]}  # is a run quick?
-RUNS = [pytest.param(r, marks=MARKS[all(map(QUICK.match, r))], id=r[0]) for r in RUN.values()]
-
-
-@pytest.mark.parametrize("lines", RUNS)
+@pytest.mark.parametrize(
+    "lines",
+    [
+        pytest.param(run, marks=[] if all(map(QUICK.match, run)) else pytest.mark.slow, id=run[0])
+        for run in RUN.values()
+    ],
+)
 def test_commands_run_as_written(lines, clone):
     """Line by line, by a shell. A bug, a difference or an empty exercise exits with 1."""
     shutil.rmtree(clone / "my_labs", ignore_errors=True)

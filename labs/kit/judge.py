@@ -154,8 +154,8 @@ def judge(exercise, cases, finished, listed, tolerance, lab, group, seed, contro
             name, text = wrong or (None, "")
             hint = usual_hint(again, finished, exercise, mistakes, mine, name, control, tolerance)
             if wrong:
-                first = [re.match(r"\w*", words)[0] for words in (case, own)]
-                function = first[not hasattr(finished, first[0])]
+                function, another = (re.match(r"\w*", words)[0] for words in (case, own))
+                function = function if hasattr(finished, function) else another
                 general = [h for end, h in GENERAL.items() if name.endswith(end)]
                 general = general[0].format(function) if general else own
                 hint = hint or hints.get(name, general)
