@@ -138,9 +138,10 @@ def combine_shards(labels, out, whole, types):
 
     labels: a letter for each dimension of each operand, as in einsum; out: the result's; a
     letter that out lacks is summed over. whole: letters along which one number needs all
-    others. S may stand beside S of the same letter, beside R without that letter (else R has
-    to be cut first), or beside V, which gives V. The result is sharded along the letter, or P
-    if out lacks it. Else raises TypeProblem, as it does for a letter in whole.
+    others. I or P beside a shard raises TypeProblem. Else V beside anything gives V. Else S may
+    stand beside S of the same letter, or beside R without that letter (else R has to be cut
+    first), and the result is sharded along the letter, or P if out lacks it. All others raise
+    TypeProblem, as does a letter in whole.
     """
     # exercise: shards
     dims = [sharded_dim(type) for type in types]

@@ -346,7 +346,7 @@ def gradients(batch, w, layout, step, seed):
 
     Compute each sequence's loss and gradients alone (sequence_loss, torch.autograd.grad), then
     the tree's sums over own sequences (layout.sequences) and layout.dp, with all gradients in
-    one message. All w require gradients.
+    one message. All w require gradients; the loss returned has no graph.
     """
     # exercise: gradients
     losses, grads = [], []

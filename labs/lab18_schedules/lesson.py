@@ -136,7 +136,7 @@ def one_f_one_b(rank, P, M, V=1):
 
 
 def interleaved(rank, P, M, V):
-    """Interleaved 1F1B (arXiv 2104.04473), where P divides M. Stages: rank, rank + P, ..., V.
+    """Interleaved 1F1B (arXiv 2104.04473), where P divides M. Its V stages: rank, rank + P, ...
 
     Forwards: P microbatches go through the first stage, then the second, ...; then the next P.
     Backwards: also P at a time, from the last stage to the first. Both in_turn(). Warmup: P

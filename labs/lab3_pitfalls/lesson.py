@@ -28,7 +28,8 @@ measures how far the loss is from one device's, and how far the gradient is from
 The distance between the two is the lesson.
 
 What they cost: four raise, one hangs, one misleads a clock, one costs only traffic (2.5 times the
-backward's all-reduces), and nine silently train a model that is not the one you meant.
+backward's all-reduces), one leaves no gradient to send back, one hides a wrong factor from the loss
+curve, and seven silently train a model that is not the one you meant.
 
     python labs/lab3_pitfalls/lesson.py                      # checks, then all pitfalls as a table
     python labs/lab3_pitfalls/lesson.py --only local_positions
@@ -486,7 +487,7 @@ def wrong_adaptive_timing(step, group):
 
 
 def right_adaptive_timing(step, group, budget=0.1):
-    """Median seconds of step(), each as long as its slowest rank; the same on every rank.
+    """Median seconds of step(), each as long as its slowest rank: a float, the same on every rank.
 
     One call warms up. Then time at least 5, in about budget seconds: take the slowest rank's
     time of each call, and the median of those. All ranks call step() equally often: the count
@@ -507,7 +508,7 @@ def wrong_rank_0_clock(step, group):
 
 
 def right_rank_0_clock(step, group):
-    """Seconds from a common start until the last rank has finished step(): the same on every rank.
+    """Seconds from a common start to the last rank's end of step(): a float, the same on all ranks.
 
     Source: megatron/core/timers.py: barrier=True, and the maximum over ranks.
     """

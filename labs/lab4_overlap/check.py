@@ -99,7 +99,7 @@ def note_messages(when, link, eye):
 
 
 def see_steps(steps, group, lab, eye):
-    """steps [({place: a parameter's gradients in 2 microbatches}, the rank's tokens)]"""
+    """steps [([each parameter's gradients in the first microbatches of 2], the rank's tokens)]"""
     dtype = steps[0][0][0].dtype
     parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
     parallel = lab.DataParallel(parameters, group, MOST)
@@ -110,7 +110,8 @@ def see_steps(steps, group, lab, eye):
             for p in parameters:
                 p.grad = None
             for batch in 0, 1:
-                losses = [(parameters[i] * grad[batch]).sum() for i, grad in grads.items()]
+                pairs = zip(parameters, grads)
+                losses = [(p * grad[batch]).sum() for p, grad in pairs if batch < len(grad)]
                 with nullcontext() if batch else parallel.no_sync():
                     sum(losses).backward()
             parallel.finish(tokens)
@@ -123,22 +124,22 @@ def see_steps(steps, group, lab, eye):
 
 def finish(group, seed):
     P, rank = group.size(), group.rank()
-    without = [set(), {0, 1, 2}, {0}, {1, 2}]  # of each step: the ranks that skip a layer
-    for title, dtype, tokens, skips in (  # to divide by 8 or 16 tokens rounds nothing
-        ("ranks that skip a layer", torch.float64, [3, 5, 8], without),
-        ("in float32", torch.float32, [3, 5, 8], [{1}]),
-        ("rank 0 without tokens", torch.float64, [0, 1001, 777], [set()]),
+    some = [set(), {0, 1, 2}, {0}, {1, 2}]  # of each step: the ranks that skip a layer ...
+    for title, dtype, tokens, skips, uses in (  # ... but in so many microbatches, the first ones
+        ("ranks that skip a layer", torch.float64, [3, 5, 8], some, 0),
+        ("a layer that the last microbatch skips", torch.float64, [3, 5, 8], [{1}], 1),
+        ("in float32", torch.float32, [3, 5, 8], [{1}], 0),
+        ("rank 0 without tokens", torch.float64, [0, 1001, 777], [set()], 0),
     ):
-        randn, tokens, steps, right = draw_whole(seed, dtype), tokens[:P], [], {}
+        randn, steps, right = draw_whole(seed, dtype), [], {}
+        tokens = tokens[:P]  # to divide by 8 or 16 tokens rounds nothing
         for step, without in enumerate(skips):
             grads = []
             for r, count in enumerate(tokens):
-                used = set(range(len(SHAPES))) - (LAYER if r in without else set())
-                grads.append({i: randn(2, *SHAPES[i]) * (count > 0) for i in used})
-            for i, shape in enumerate(SHAPES):
-                total = torch.zeros(shape, dtype=dtype)
-                total = total + sum(own[i].sum(0) for own in grads if i in own)
-                right[f"step {step}: .grad {i}"] = total / sum(tokens)
+                used = [uses if r in without and i in LAYER else 2 for i in range(len(SHAPES))]
+                grads.append([randn(n, *s) * (count > 0) for n, s in zip(used, SHAPES)])
+            for i, parts in enumerate(zip(*grads)):
+                right[f"step {step}: .grad {i}"] = torch.cat(parts).sum(0) / sum(tokens)
             steps.append((grads[rank], tokens[rank]))
         yield title, partial(see_steps, steps, group), right
 

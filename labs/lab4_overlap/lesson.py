@@ -19,8 +19,8 @@ travels:
 
 Plain tensor parallelism (TP) holds x whole. Its one message, the all-reduce of dx, has as many
 bytes as the two above and only one GEMM, wgrad, to hide under. With C seconds of GEMM and M of
-message, C + M become max(C, M): at best, if M = C, half the time, and never less than either
-alone.
+message, C + M become max(C, M) in sequence parallelism, where every GEMM hides half of M, and
+C/2 + max(C/2, M) in TP. If M = C, these are 1/2 and 3/4 of the time.
 
 Megatron's layer has two more habits. All layers gather x into one shared buffer: a second call
 of get_tensor() returns the same memory, so whoever keeps the first result silently reads the

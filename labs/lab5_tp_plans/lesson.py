@@ -23,7 +23,7 @@ Where a plan goes wrong, the logits are often right:
 
 - A norm inside attention sees its rank's heads. If a plan does not say so, each rank keeps the
   gradient of its own heads, as in NeMo AutoModel for Qwen3 and Gemma3. No logit shows it.
-- Fused weights, [Q | K | V] in Phi3, cut in P pieces would give rank 0 Q and some K.
+- Fused weights, [Q | K | V] in Phi3, cut in 2 pieces would give rank 0 none of V.
 - Heads that P does not divide fail late or never, so validate_heads() comes first.
 - torch skips a plan's key that fits no module, with a warning; parallelize() refuses it.
 
@@ -389,7 +389,7 @@ def hf_plan(model):
     ("model"), and in the class's _tp_plan, with whole names. Two changes, as in NeMo AutoModel:
     embed_tokens, where missing, is "embedding_rowwise" (a tied lm_head is cut like that); an
     lm_head that would gather its output gets sharded_logits(). Each module gets a style of its
-    own. Raises ValueError for a string that STYLES lacks, and names the module.
+    own. Raises ValueError with the string and the module, for a string that STYLES lacks.
     """
     # exercise: translate_hf_plan
     prefix = model.base_model_prefix

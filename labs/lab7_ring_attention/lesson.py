@@ -87,7 +87,7 @@ def positions(length, rank, world, placement):
 
 
 def work(length, world, placement):
-    """(P, P) integers: at [r, t] how many (query, key) pairs rank r multiplies in step t.
+    """A (P, P) tensor of integers: [r, t] is how many (query, key) pairs rank r has in step t.
 
     In step t rank r has the keys of rank (r - t) mod P. A query at position i sees the keys up to
     i, its own included.

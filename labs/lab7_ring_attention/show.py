@@ -189,6 +189,7 @@ def draw(results, path):
             draw_owners(axes[f"owners {i}"], placement, found[i]["chunks"])
             draw_steps(axes[f"steps {i}"], found[i], latest, placement)
         rows = [row for row in results["ways"] if "error" in row and row["ranks"] == RANKS]
+        rows = [row for row in rows if (row["way"], row["kv_heads"], RANKS) != ASKED]
         draw_wire(axes["wire"], rows)
         title = f"{results['lab']}: {results['length']} tokens on {RANKS} ranks; colours are ranks"
         axes["wire"].figure.suptitle(title)

@@ -14,7 +14,7 @@ A mesh is an array of ranks, a group is a line in it. 8 ranks, dp x pp x tp, tp 
 tp sends most, so its ranks are neighbours on one node (NVLink). dp sends all gradients, but
 once a step, and can hide that behind the backward; pp sends little. A rank's messages in a
 step (N = b s tokens of its replica, h hidden, L layers of its stage; the embedding adds a
-reduce-scatter, the head adds an all-gather):
+reduce-scatter, the head adds an all-gather and, for the loss, 2 all-reduces, 3 N numbers in all):
 
     count       dp           how many targets all replicas have: one number
     forward     tp           2 L all-gathers and 2 L reduce-scatters of N h;  pp: a send of N h / tp
@@ -23,10 +23,12 @@ reduce-scatter, the head adds an all-gather):
                 embedding    first and last stage hold one table, as embedding and as head
                 dp           everything saw this replica's sequences
     norm        pp x tp      the sum of the squares of all gradients, *counted once*: one number
+    log         pp, dp       the mean loss: one number each
 
-The last row is the usual bug. A rank holds shards of some parameters, replicas of others, and
-nothing of most. Count the replicas twice, and the norm is too large. Sum over too few ranks, and
-each clips by its own norm, so the replicas of a weight drift apart for good. No loss shows it.
+The usual bug is in the norm. A rank holds shards of some parameters, replicas of others, and
+nothing of the other stages'. Count the replicas twice, and the norm is too large. Sum over too few
+ranks, and each clips by its own norm, so the replicas of a weight drift apart for good. No loss
+shows it.
 
     python labs/lab8_3d/lesson.py                # 8 ranks, 2 x 2 x 2
     python labs/lab8_3d/lesson.py --dp 1 --pp 4 --tp 2 --plot lab8.png --json lab8.json

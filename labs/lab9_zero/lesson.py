@@ -25,11 +25,11 @@ What is gathered and reduced together is a unit: each decoder layer is one, and 
 last norm, head) is the root unit, which stays gathered from the forward's start to the backward's
 end. A unit is one flat vector, with zeros behind it until P divides its length:
 
-    unit of 7 numbers, P = 3       a a a | b b c | c . .       c: padded shard size, ceil(7 / 3)
+    unit of 7 numbers, P = 3       x x x | y y z | z . .       c = ceil(7 / 3): padded shard size
                                    rank 0  rank 1  rank 2      . padding, of which nobody has state
 
-Cuts may fall anywhere: a matrix may be cut in the middle of a row, and a parameter smaller
-than P lies on one rank. Tied embeddings are one Parameter, so they are once in the vector.
+Cuts may fall anywhere: in the middle of a matrix's row, or in a parameter of two numbers like
+z. Tied embeddings are one Parameter, so they are once in the vector.
 
 Autograd is what makes ZeRO-3 hard. It saves weights for the backward (for y = x W^T it needs
 W), and so would keep every gathered layer alive. Here saved_tensors_hooks replace such a
