@@ -47,8 +47,8 @@ input and the output's gradient of each weight matrix, 14 to 19 h. So with full,
 more memory than 1f1b. --mode schedule counts the bytes, --mode bubble measures them.
 
 A message is (b/M, s, h), so each boundary of two stages sends one (b, s, h) each way, where tp.py
-all-reduces four in every layer. Weights, gradients and optimizer state shrink by P, except for
-embedding and head; if these are tied, first and last rank have both, and sum the gradients.
+all-reduces 4 a layer (5 with recomputation). Weights, gradients and optimizer state shrink by P,
+except for embedding and head; if these are tied, first and last rank have both, and sum gradients.
 
     torchrun --nproc_per_node=2 pp.py --mode correctness --schedule 1f1b --microbatches 4
     torchrun --nproc_per_node=2 pp.py --mode all --schedule zb
@@ -847,7 +847,7 @@ def measure_bubble(args, group):
 
 OPTIONS = {
     "--schedule": {"choices": list(SCHEDULES), "default": "1f1b"},
-    "--microbatches": {"type": int, "help": "parts of the batch (as many as --batch; 4)"},
+    "--microbatches": {"type": int, "help": "parts of the batch (--batch, else 4 or more)"},
     "--virtual-stages": {"type": int, "help": "stages per rank, interleaved only (2)"},
     "--ranks": {"type": int, "default": 4, "help": "ranks that --mode schedule simulates (4)"},
 }

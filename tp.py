@@ -196,7 +196,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = make_shard(embedding.weight, 0, start, end)
         self.padding_idx = None
         if embedding.padding_idx is not None and start <= embedding.padding_idx < end:
-            self.padding_idx = embedding.padding_idx - start  # no gradient, as in HF
+            self.padding_idx = embedding.padding_idx - start  # its row gets no gradient, as in HF
 
     def forward(self, ids):  # (b, s) -> (b, s, h)
         not_mine = (ids < self.start) | (ids >= self.end)

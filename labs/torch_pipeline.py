@@ -72,7 +72,8 @@ def finalize_args(args, world):
         how = "use --schedule afab or 1f1b, microbatches of one size"
         raise pp.UsageError(f"for PyTorch's engine {how}")
     if args.schedule == "1f1b" and world > args.microbatches:
-        raise pp.UsageError(f"PyTorch's 1f1b takes a microbatch a rank: use --microbatches {world}")
+        instead = f"--microbatches {world} --batch {-(-args.batch // world) * world}"
+        raise pp.UsageError(f"PyTorch's 1f1b takes a microbatch a rank: use {instead}")
 
 
 pp.Pipeline, pp.finalize_args = TorchPipeline, finalize_args

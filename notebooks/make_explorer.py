@@ -1,6 +1,6 @@
 """Makes explorer.html: one file with the page (explorer/) and the data that it shows.
 
-    python notebooks/make_explorer.py                         # all six views: hours, for memory
+    python notebooks/make_explorer.py                         # all seven views: hours, for memory
     python notebooks/make_explorer.py --only bugs time        # these; the others' data stay
     python notebooks/make_explorer.py --only memory --models qwen3-8b    # and the other models'
 

@@ -104,7 +104,7 @@ def chunks_of_all_ranks(script, model, group, args):
     if getattr(args, "schedule", None) == "zb":
         return [1]
     model = script.parallelize(model, group, args)
-    sharing = group.size() if script.STRATEGY == "sp_ulysses" else 1
+    sharing = group.size() if script.STRATEGY == "sp_ulysses" else None
     works = script.gather_objects(techniques.possible_chunks(model, sharing), group)
     works = sorted(set(works[0]).intersection(*works))
     return sorted({1, works[len(works) // 2]})

@@ -488,6 +488,7 @@ CHUNKS = "--model tiny --at 64 --head-chunks"  # 8 heads, 4 KV heads
 REFUSED = [  # by a step
     (f"{ONE} {CHUNKS} 3", "--head-chunks 3: use 1, 2, 4 or 8"),
     (f"--strategy ulysses --nproc 2 {CHUNKS} 4", "--head-chunks 4: use 1 or 2"),
+    (f"--strategy ulysses --nproc 1 {CHUNKS} 8", "--head-chunks 8: use 1, 2 or 4"),
     (f"--strategy pp --nproc 2 --schedule zb {CHUNKS} 2", "--head-chunks 2: use 1"),
     (f"{ONE} --model ./nowhere --at 64", "no folder or file ./nowhere"),
     (f"{ONE} --model tiny --at 3000000000", "--length 3000000000"),
@@ -515,10 +516,8 @@ def test_what_the_report_names(searched):
     status, text, out = searched(f"{ONE} --model tiny --gpu t4 --at 4096")
     assert status == 0 and text.startswith("\npeak memory of a training step, predicted\n"), text
     row = out["results"][0]
-    why = (
-        "math, which makes the s x s matrix (no other supports bfloat16 on compute capability 7.5)"
-    )
-    assert row["at"][0]["attention"] == why and row["budget_bytes"] == int(13.6 * 2**30)
+    assert row["budget_bytes"] == int(13.6 * 2**30)
+    assert re.match("math, which makes the s x s matrix .*bfloat16.*7.5", row["at"][0]["attention"])
     assert row["at"][0]["peak_memory_bytes"][0] > 8 * 4096**2 * 2, "of 8 heads"
     assert row["at"][0]["breakdown"]["optimizer state"] > 0
     named = {"recompute": "full", "tile": 16384, "head_chunks": 1, "attn": "sdpa", "gpu": "t4"}

@@ -239,6 +239,4 @@ PREDICT = (
 
 def add_options(parser):
     """The option of this lab's own."""
-    parser.add_argument(
-        "--pairs", choices=["some", "all"], default="some", help="of layouts (some)"
-    )
+    parser.add_argument("--pairs", choices=["some", "all"], default="some", help="layouts (some)")

@@ -95,9 +95,7 @@ def show_broken(ranks):
         row = {"broken": name, "dp": dp, "tp": tp, "what": what}
         rows.append(row | {"share": count / total, "size": size})
     shapes = list(dict.fromkeys((dp, tp) for _, dp, tp, _ in counts))
-    print(
-        "\nBroken on purpose, float32: the largest difference from one rank, of the largest number;"
-    )
+    print("\nBroken on purpose, float32: largest difference from one rank, of the largest number;")
     print("0 is the same bits")
     lines = [["", "what", *(f"{dp} x {tp}" for dp, tp in shapes)]]
     for change in same_bits.BREAKS:

@@ -121,9 +121,7 @@ def timings(lab, args):
             timelines[way] = dict(zip(["blocking", "overlapped"], pairs[middle][0]))
     shape = f"{TOKENS} tokens, {HIDDEN} -> {FEATURES // 2} features on each of 2 ranks"
     print(f"\n{shape}: a GEMM takes {1000 * gemm:.0f} ms; medians of {args.pairs} pairs, or 3")
-    print(
-        "(at best: had the overlapped run taken no more than the longer of each GEMM and message)"
-    )
+    print("(at best: if the overlapped run took no more than the longer of each GEMM and message)")
     lines = [["", "messages / GEMMs", "blocking ms", "overlapped ms", "gain", "at best", "hidden"]]
     for row in rows:
         times = [f"{1000 * row[mode]:.0f}" for mode in ("blocking_s", "overlapped_s")]

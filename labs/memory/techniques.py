@@ -134,15 +134,17 @@ def part_of_attention(attention, part, parts):
     return own
 
 
-def possible_chunks(model, sharing=1):
+def possible_chunks(model, sharing=None):
     """In how many chunks a rank's heads can be taken: of whole KV groups, or of parts of one.
 
-    sharing: ranks among which Ulysses deals out the KV heads of each chunk; 1 without Ulysses.
+    sharing: ranks among which Ulysses deals out the KV heads of each chunk; None without Ulysses.
     """
     attention = next(layer.self_attn for layer in model.model.layers if list(layer.children()))
+    if hasattr(attention, "q_norm") and len(attention.q_norm.weight) > attention.head_dim:
+        return [1]  # OLMo 2 has one norm over all heads
     linears = attention.q_proj, attention.k_proj
     queries, keys = (len(linear.weight) // attention.head_dim for linear in linears)
-    if sharing > 1:
+    if sharing:
         return [1, *(n for n in range(2, keys // sharing + 1) if keys % n == 0)]
     return [n for n in range(1, queries + 1) if queries % n == 0 == max(n, keys) % min(n, keys)]
 
@@ -231,7 +233,7 @@ def enter_attention_itself(layer):
 def check_chunks(script, model, group, args, chunks):
     """Raise the script's UsageError where a rank's heads cannot be taken in so many chunks."""
     ulysses = script.STRATEGY == "sp_ulysses"
-    works = possible_chunks(model, group.size() if ulysses else 1)
+    works = possible_chunks(model, group.size() if ulysses else None)
     if getattr(args, "dtensor", False) or getattr(args, "schedule", None) == "zb":
         works = [1]  # neither DTensor nor DeferredLinear knows parts of a weight
     if chunks not in works:

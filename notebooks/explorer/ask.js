@@ -66,12 +66,13 @@ function commit(right) {
   document.querySelector(".verdict, .because").focus();
 }
 
-// What an entry of the history holds of a question that was answered there, for a reload and the way back
-const answered = () => (committed ? { id: question.id, guess, given } : null);
+// What an entry of the history holds for the way back, and for a reload, in which a private window may lose its storage
+const answered = () => (committed ? { id: question.id, guess, given, answers } : null);
 
 function restore(kept) {
   const found = QUESTIONS.find(({ id }) => id === kept?.id);
   if (found) [question, guess, given, committed] = [found, kept.guess, kept.given, true];
+  Object.assign(answers, { ...kept?.answers, ...answers });
 }
 
 function leaveFor(fragment) {
@@ -105,8 +106,7 @@ function questionPanel() {
     return left ? html("p", { class: "again" }, button(`Guess first: ${left} ${left > 1 ? "questions" : "question"} left here`, again)) : null;
   }
   const number = own.indexOf(question) + 1;
-  const shown = question.shows ? parse(`#${question.shows}`)[1] : null;
-  const picture = shown && !committed ? views[question.view].sketch(shown) : null;
+  const picture = question.shows && !committed ? views[question.view].sketch(parse(`#${question.shows}`)[1]) : null;
   return html("section", { class: "question", "data-key": question.id, "aria-labelledby": "ask" },
     html("p", { class: "kicker" }, `${views[question.view].title}, question ${number} of ${own.length}`,
       html("a", { href: score(), target: "_top" }, tally())),

@@ -70,7 +70,7 @@ view({
         html("div", {}, html("h2", {}, `What the report finds with ${bugWords(bug)}`), bugBars(own)),
         html("div", {}, html("h2", {}, "Bugs of this script"),
           names.map((name) => html("button", { type: "button", class: "row", "aria-pressed": String(name === bug), onclick: () => set({ bug: name }) },
-            html("span", {}, bugWords(name)), html("b", {}, lossWords(bugs[name])))))),
+            html("span", {}, bugWords(name)), html("b", {}, question ? "" : lossWords(bugs[name])))))),
       html("div", { class: "figures" },
         figure(share(own.rows.find(([name]) => name === "loss")[1]), "error of the first step's loss"),
         figure(`${own.wrong} of ${own.of}`, "values wrong"),

@@ -60,7 +60,7 @@ def run(script, bug):
 
 def bugs():
     """{scripts: {script: {bug: summary(), and what it says}}}; "none" is without a bug."""
-    import break_it
+    from labs import break_it
 
     found = {}
     for script, own in break_it.BUGS.items():

@@ -89,7 +89,7 @@ function actionPatterns() {
     svg("pattern", { id: "W", ...square }, ground("weights")));
 }
 
-// The timeline: ranks downwards, time to the right, the clock as a line
+// The timeline: ranks downwards, time to the right, the clock as a line; without `most`, what a question hides
 function timeline(rows, { P, M, V, clock, unit, follow, most, last, words, total }, set) {
   const narrow = NARROW.matches;
   const [left, right] = narrow ? [56, 6] : [70, 190];
@@ -112,17 +112,18 @@ function timeline(rows, { P, M, V, clock, unit, follow, most, last, words, total
       svg("rect", { ...box, class: "veil" }),
       size < 8.4 || other ? null : svg("text", { x: box.x + box.width / 2, y: box.y + box.height / 2 + 4.5, style: `font-size: ${size}px` }, microbatch));
   });
-  const widest = Math.max(...most);
+  const held = [...Array(P).keys()].map((rank) => inFlight(rows, rank, clock, last));
+  const widest = Math.max(...(most ?? held));
   const ranks = [...Array(P).keys()].map((rank) => {
     const y = 8 + rank * high;
-    const held = inFlight(rows, rank, clock, last);
-    const told = `rank ${rank} holds the activations of ${held} now, of ${most[rank]} at most`;
-    const label = clock < total ? `${held} of ${most[rank]}` : `${narrow ? "max" : "at most"} ${most[rank]}`;
+    const [now, full] = [held[rank], (most ?? held)[rank]];
+    const told = `rank ${rank} holds the activations of ${now} now${most ? `, of ${full} at most` : ""}`;
+    const label = !most ? now : clock < total ? `${now} of ${full}` : `${narrow ? "max" : "at most"} ${full}`;
     const bar = (n, kind) => svg("rect", { x: width - right + 14, y: y + high / 2 - 8, width: (90 * n) / widest, height: 16, class: kind });
     const flight = narrow
       ? svg("text", { x: 0, y: y + high / 2 + 15, class: "small" }, label)
-      : svg("g", tip(told, false), bar(most[rank], "outline"), bar(held, "flying"),
-          svg("text", { x: width - right + 22 + (90 * most[rank]) / widest, y: y + high / 2 + 5, class: "small" }, label));
+      : svg("g", tip(told, false), bar(full, "outline"), bar(now, "flying"),
+          svg("text", { x: width - right + 22 + (90 * full) / widest, y: y + high / 2 + 5, class: "small" }, label));
     const row = svg("rect", { x: left, y: y + 3, width: width - left - right, height: high - 6, class: "wait" });
     return svg("g", {}, row, svg("text", { x: 0, y: y + high / 2 + (narrow ? 0 : 5), class: "rank" }, `rank ${rank}`), flight);
   });
@@ -188,7 +189,7 @@ view({
     const rows = replay(found.orders, P * V, time);
     const total = Math.max(...rows.map((row) => row.end));
     const begun = rows.filter((row) => row.begin < step);
-    const told = { P, M, V, clock: step, unit: V * time.F, follow: -1, most: found.in_flight, last: time.W ? "W" : "B", total };
+    const told = { P, M, V, clock: step, unit: V * time.F, follow: -1, last: time.W ? "W" : "B", total };
     const words = `What the ${P} ranks have begun: ${[...Array(P).keys()].map((rank) => `rank ${rank} ${begun.filter((row) => row.rank === rank).map((row) => row.kind + row.microbatch).join(" ") || "nothing"}`).join("; ")}`;
     const drawn = timeline(begun, { ...told, words }, null);
     return html("div", {}, drawn, timelineKeys(Object.keys(time), V, drawn));

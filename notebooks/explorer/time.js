@@ -165,6 +165,6 @@ view({
       html("p", { class: "note" },
         `Layers recomputed, bf16, AdamW, FlashAttention-2; messages as the scripts send them, and nothing hides them. MFU counts attention over all positions, masked ones too. What fits comes first; GiB are the view Memory's, interpolated (lab 11's --plan runs oom_search.py itself). There PP has one microbatch; here 1F1B keeps the layers' inputs of all that are in flight. ` +
         `Where runs could check the model (dp x tp of 4,096 tokens, grey: within 10%) half were off by ${percent(score.median, 1)} or less, ` +
-        `${percent(1 - score.within_20)} by over 20%. Nobody has checked all-to-all, recomputed matmuls or an H200 here; lab 11's page compares the one long run that was published.`));
+        `${percent(1 - score.within_20)} by over 20%. Nobody has checked all-to-all, or GPUs other than H100 and H200, here; lab 11's page compares the one long run that was published, and a rank on an H200.`));
   },
 });
