@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from labs.kit.alive import Alive
+from labs.kit.alive import Alive, bytes_alive
 from labs.kit.eye import Most
 from labs.kit.harness import Traffic
 from labs.kit.inputs import drawn
@@ -135,6 +135,7 @@ BLOCKS = [  # family, experts, k, tokens of each rank: of 1, 2, 3, 4 ranks
     ("Qwen3-MoE", 8, 1, [4, 0, 2]),  # two experts at least have no tokens
     ("Mixtral", 3, 2, [1, 6, 0, 3]),  # and rank 3 no expert
 ]
+LEFT = "bytes that a step leaves"
 
 
 def see_block(theirs, group, factor, x, dy, lab, eye):
@@ -144,12 +145,14 @@ def see_block(theirs, group, factor, x, dy, lab, eye):
         with Alive() as alive:  # half the tokens at first: the next step has other sizes
             ours(x[:, : x.shape[1] // 2].clone().requires_grad_()).sum().backward()
             ours.zero_grad()
-            left = alive.now()
+            most = eye.right.get(LEFT)  # None: it is the finished lab, of which no number is known
+            seconds = 0.2 if most is None else 3.0
+            left = bytes_alive(alive.storages.valuerefs(), most or 0, seconds)
         given = {"x": x.clone().requires_grad_()}
         eye.call(ours, given, "the output", [dy], dict(ours.named_parameters()))
     if "the gradient of router" in eye.seen:
         dist.all_reduce(eye.seen["the gradient of router"], group=group)
-    eye.note("bytes that a step leaves", Most(left))
+    eye.note(LEFT, Most(left))
 
 
 def one_device(theirs, x, factor):

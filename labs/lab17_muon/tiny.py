@@ -50,9 +50,7 @@ def shards(lab):
         row["moved"].append(relative_error(lab.newton_schulz(near, torch.float64), whole) / 1e-7)
         row["bfloat16"].append(relative_error(lab.newton_schulz(grad, torch.bfloat16), whole))
     found = {kind: {k: statistics.mean(v) for k, v in row.items()} for kind, row in rows.items()}
-    print(
-        "\nThe tiny model's first gradients: how far each shard's own Newton-Schulz is off that of"
-    )
+    print("\nThe tiny model's first gradients: how far a shard's own Newton-Schulz is off that of")
     print("the matrix; bfloat16's off float64's; what becomes of a change of 1e-7 in the gradient")
     lines = [["", "2 shards", "4 shards", "bfloat16", "1e-7 becomes"]]
     for kind, row in found.items():
@@ -74,9 +72,7 @@ def untouched(lab):
     pairs = [(ours, -p.detach()) for ours, p in zip(mine, params)]
     same = [torch.equal(*pair) for pair in pairs]
     worst = max(relative_error(*pair) for pair in pairs)
-    print(
-        "\ntorch.optim.Muon as it is, in bfloat16, on one device, and orthogonalize() in bfloat16:"
-    )
+    print("\ntorch.optim.Muon itself, in bfloat16, on one device, and orthogonalize() in bfloat16:")
     print(f"the same bits for {sum(same)} of {len(same)} matrices, at most {worst:.0e} apart")
     return {"matrices": len(same), "same": sum(same), "off": worst}
 
