@@ -174,13 +174,12 @@ def clone(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    "lines",
-    [
-        pytest.param(run, marks=[] if all(map(QUICK.match, run)) else pytest.mark.slow, id=run[0])
-        for run in RUN.values()
-    ],
-)
+def as_run(lines):
+    marks = [] if all(map(QUICK.match, lines)) else pytest.mark.slow
+    return pytest.param(lines, marks=marks, id=lines[0])
+
+
+@pytest.mark.parametrize("lines", map(as_run, RUN.values()))
 def test_commands_run_as_written(lines, clone):
     """Line by line, by a shell. A bug, a difference or an empty exercise exits with 1."""
     shutil.rmtree(clone / "my_labs", ignore_errors=True)

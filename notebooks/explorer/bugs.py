@@ -9,6 +9,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from labs.break_it import BUGS
+
 ROOT = Path(__file__).resolve().parents[2]
 LABELS = {"logits": "logits", "loss": "loss", "norms": "gradients of norms"}
 LABELS |= {"qkv": "gradients of q, k, v", "o": "gradients of o"}
@@ -60,10 +62,8 @@ def run(script, bug):
 
 def bugs():
     """{scripts: {script: {bug: summary(), and what it says}}}; "none" is without a bug."""
-    from labs import break_it
-
     found = {}
-    for script, own in break_it.BUGS.items():
+    for script, own in BUGS.items():
         found[script] = {"none": ""} | {name: bug.__doc__ for name, bug in own.items()}
     todo = [(script, bug) for script, own in found.items() for bug in own]
     for script, bug in tqdm(todo, desc="bugs"):
