@@ -332,15 +332,15 @@ def see_all_tokens(model, group, args):
     eager = sys.modules[type(model).__module__].eager_attention_forward
     stock = ALL_ATTENTION_FUNCTIONS.get_interface(args.attn_implementation, eager)
     stock_mask = ALL_MASK_ATTENTION_FUNCTIONS[args.attn_implementation]
-    mask = partial(all_tokens_mask, stock_mask, group)
+    mask = partial(all_tokens_mask, stock_mask, group.size())
     transformers.AttentionInterface.register("all_tokens", stock)
     transformers.AttentionMaskInterface.register("all_tokens", mask)
     model.set_attn_implementation("all_tokens")
 
 
-def all_tokens_mask(stock, group, q_length, kv_length, **others):
+def all_tokens_mask(stock, world, q_length, kv_length, **others):
     """HF's mask function `stock` for all tokens. HF takes s/P from the embedding's output."""
-    return stock(q_length=q_length * group.size(), kv_length=kv_length * group.size(), **others)
+    return stock(q_length=q_length * world, kv_length=kv_length * world, **others)
 
 
 # Copied from tp.py

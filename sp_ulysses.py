@@ -191,42 +191,45 @@ def head_counts(config, world):
     return [q1 - q0 for (q0, q1), _ in ranges], [k1 - k0 for _, (k0, k1) in ranges]
 
 
-def ulysses_attention(stock, stand_in, group, module, query, key, value, mask, **others):
+def ulysses_attention(stock, stand_in, module, query, key, value, mask, **others):
     """HF's attention function `stock`, with all-to-alls before and after it. `stock` reads head
     counts and the kernel's name from a module, so it gets `stand_in`, which has this rank's.
 
     query (b, heads, s/P, d), key and value (b, KV heads, s/P, d) -> (b, s/P, heads, d).
     """
+    group = module.group
     q_counts, kv_counts = head_counts(module.config, group.size())
     # A KV head is repeated for each rank that has it; the backward sums their gradients
     sharing = max(1, group.size() // module.config.num_key_value_heads)
     if sharing > 1:
         key, value = (x.repeat_interleave(sharing, 1) for x in (key, value))
     query = tokens_to_heads(query, q_counts, group)
-    key = tokens_to_heads(key, kv_counts, group)
-    value = tokens_to_heads(value, kv_counts, group)
+    key, value = (tokens_to_heads(x, kv_counts, group) for x in (key, value))
     out, probabilities = stock(stand_in, query, key, value, mask, **others)
     return heads_to_tokens(out, q_counts, group), probabilities  # out: (b, s, heads/P, d)
 
 
 # Copied from sp_megatron.py
-def all_tokens_mask(stock, group, q_length, kv_length, **others):
+def all_tokens_mask(stock, world, q_length, kv_length, **others):
     """HF's mask function `stock` for all tokens. HF takes s/P from the embedding's output."""
-    return stock(q_length=q_length * group.size(), kv_length=kv_length * group.size(), **others)
+    return stock(q_length=q_length * world, kv_length=kv_length * world, **others)
 
 
 def attend_with_ulysses(model, group, args):
     """Register ulysses_attention() around HF's own attention, with the mask of all tokens."""
     eager = sys.modules[type(model).__module__].eager_attention_forward  # each family's own
     stock = ALL_ATTENTION_FUNCTIONS.get_interface(args.attn_implementation, eager)
-    mask = partial(all_tokens_mask, ALL_MASK_ATTENTION_FUNCTIONS[args.attn_implementation], group)
+    stock_mask = ALL_MASK_ATTENTION_FUNCTIONS[args.attn_implementation]
     (q0, q1), (k0, k1) = head_range(model.config, group.rank(), group.size())
     # HF's functions read from the module how many query heads read a KV head (fewer here, where KV
     # heads are repeated), and from its config the kernel's name (the model's is "ulysses" now)
     stand_in = SimpleNamespace(num_key_value_groups=(q1 - q0) // (k1 - k0), is_causal=True)
     stand_in.config = SimpleNamespace(_attn_implementation=args.attn_implementation)
     stand_in.training = True
-    attention = partial(ulysses_attention, stock, stand_in, group)
+    for layer in model.model.layers:  # and not in what HF registers, which outlives the group
+        layer.self_attn.group = group
+    attention = partial(ulysses_attention, stock, stand_in)
+    mask = partial(all_tokens_mask, stock_mask, group.size())
     transformers.AttentionInterface.register("ulysses", attention)
     transformers.AttentionMaskInterface.register("ulysses", mask)
     model.set_attn_implementation("ulysses")

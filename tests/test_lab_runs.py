@@ -361,6 +361,8 @@ def test_bad_input_ends_lab8_on_both_nodes(tmp_path):
     status, printed = slurm(tmp_path, "--tp", 3, cpus="1")
     found = "error: argument --tp: use a divisor of the 2 ranks that torchrun started, not 3"
     assert status == 1 and printed.count(found) == 1
+    for question in (["--help"], ["--inject-bug", "list"]):
+        assert slurm(tmp_path, *question, cpus="1")[0] == 0
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """The site (make site): its pages, links and order, and how it looks in a real browser."""
 
 import html
-import io
 import json
 import os
 import re
@@ -16,7 +15,6 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 from conftest import ROOT
-from matplotlib import image
 from test_explorer import browser  # noqa: F401
 
 SIZES = {"desk": (1280, 800), "phone": (390, 844)}
@@ -261,26 +259,6 @@ def test_pages_in_a_browser(browser, address, site, pages):  # noqa: F811
     tab.emulate_media(media="screen")
     tab.evaluate("document.querySelector('.bd-article pre').append('x'.repeat(300))")
     assert len(tab.evaluate(CUT)) == 1
-    tab.close()
-
-
-@pytest.mark.ci
-def test_a_shadow_lies_where_more_is_hidden(browser, address):  # noqa: F811
-    """On a phone: at the right edge of a block until its end is seen, then at the left one."""
-    tab = browser.new_page(viewport={"width": 390, "height": 844})
-    tab.goto(address + "tp.html")
-    block = tab.locator(".bd-article pre").first
-    block.scroll_into_view_if_needed()
-
-    def edges():  # brightness of the first and the last pixel, above the text
-        row = image.imread(io.BytesIO(block.screenshot()))[8, :, :3].mean(-1)
-        return [round(255 * float(row[x])) for x in (2, len(row) // 2, -3)]
-
-    left, middle, right = edges()
-    assert left == middle > right + 40
-    block.evaluate("(one) => { one.scrollLeft = 9999 }")
-    left, middle, right = edges()
-    assert right == middle > left + 40
     tab.close()
 
 

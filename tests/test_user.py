@@ -148,7 +148,7 @@ def test_drift_is_found_and_fixed(tmp_path):
     copy.write_text(right.replace(line, line * 3))
     ulysses = tmp_path / "sp_ulysses.py"  # it copies from the copy, whose lines move when mended
     text = ulysses.read_text()
-    ulysses.write_text(text.replace("q_length=q_length * group.size()", "q_length=q_length"))
+    ulysses.write_text(text.replace("q_length=q_length * world", "q_length=q_length"))
     drift(tmp_path, fix=True)
     assert drift(tmp_path) == [] and copy.read_text() == right
     copy.write_text(right.replace("# Copied from tp.py\ndef grad_norm", "def grad_norm"))

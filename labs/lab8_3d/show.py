@@ -1,6 +1,7 @@
 """What the finished lab 8 shows: the model on any mesh, who talks to whom, and the usual norms."""
 
 import argparse
+import gc
 import math
 import os
 import warnings
@@ -46,6 +47,7 @@ def on_torchruns_ranks(lab, task=None):
     report = prove(lab, *tasks[0])
     dist.gather_object(report, reports if dist.get_rank() == 0 else None)
     dist.destroy_process_group()
+    gc.collect()  # garbage holds the group, whose threads must end before Python does
     return reports
 
 
@@ -143,15 +145,13 @@ def print_norms(reports, most=0.5):
     clipped = f"clipped to {most}: gradients times"
     rows = [["the norm, computed", "lowest rank", "highest rank", clipped]]
     for text in filter(ASKED.__ne__, reports[0]["norms"]):
-        norms = [report["norms"][text] for report in reports]
-        low, high = min(norms), max(norms)
-        factors = dict.fromkeys(f"{min(1, most / norm):.4f}" for norm in (low, high))
-        rows.append([text, f"{low:.5f}", f"{high:.5f}", " to ".join(factors)])
+        norms = sorted(report["norms"][text] for report in reports)
+        factors = dict.fromkeys(f"{min(1, most / norm):.4f}" for norm in (norms[0], norms[-1]))
+        rows.append([text, f"{norms[0]:.5f}", f"{norms[-1]:.5f}", " to ".join(factors)])
     table(*rows)
 
 
-# Okabe and Ito's colours, rank 0 to 7
-DARK = COLOURS[0], COLOURS[2], COLOURS[5]  # on which text is white
+DARK = COLOURS[0], COLOURS[2], COLOURS[5]  # of Okabe and Ito's colours: text on these is white
 
 
 def draw(results, path):
