@@ -61,19 +61,21 @@ def test_ctrl_c_ends_a_run(tmp_path):
 @pytest.mark.ci(every=40)
 @pytest.mark.parametrize("ranks,kind,where,script", CASES)
 def test_a_fault_ends_the_job_and_is_shown(ranks, kind, where, script, tmp_path):
-    mark = f"FAULT_TEST={tmp_path}"
-    fault = ["tests/fault.py", kind, where, "1", script]
+    mark, logs = f"FAULT_TEST={tmp_path}", tmp_path / "logs"
+    apart = ["--redirects", 2, "--log-dir", logs]  # else one writes amid another's line
+    fault = [*apart, "tests/fault.py", kind, where, "1", script]
     wait = TIMEOUT if kind in ("stop", "hang") else 0  # else the job ends long before its own 600 s
     options = ["--length", "64", "--json", tmp_path / "results.json"]
     options += ["--timeout", wait] if wait else []
     run = job(ranks, mark, *fault, *options)
     _, errors = run.communicate(timeout=180)
     end = time.time()
+    errors += "".join(log.read_text() for log in logs.rglob("stderr.log"))
     begin = re.search(r"fault at ([\d.]+)", errors)
     assert begin and run.returncode != 0, errors
     assert end - float(begin[1]) < wait + 45, errors
     assert not processes(mark), "no process is left"
-    assert list(tmp_path.iterdir()) == [], "nor a file"
+    assert list(tmp_path.iterdir()) == [logs], "nor a file"
     if kind == "kill":
         assert re.search(r"rank\s*: 1 \(local_rank: 1\)\s*exitcode\s*: -9", errors)
     if kind == "raise":

@@ -166,9 +166,7 @@ def test_words_lead_to_the_glossary_once_a_page(pages):
         assert all(word.partition("#")[2] in entries for word in page.words)
     assert len(pages["README.html"].words) > 5
     for lab, word in (("9", "stage"), ("3b", "block"), ("7", "block"), ("13", "overlap")):
-        [page] = [
-            page for name, page in pages.items() if re.match(rf"labs/lab{lab}_.*/README", name)
-        ]
+        [page] = [p for name, p in pages.items() if re.match(rf"labs/lab{lab}_.*/README", name)]
         assert not any(f"#{word}" in link for link in page.words)
 
 
