@@ -165,7 +165,7 @@ def test_under_tracing_the_mask_is_that_of_all_tokens(ranks, script, compiled):
     codes, output = ranks.live(2, same_logits_when_traced, script, {}, options, compiled)
     assert codes == [0, 0], output
     for part in ("q_length", "kv_length"):
-        put = {f"{part} * group.size()": part}
+        put = {f"{part} * world": part}
         codes, output = ranks.live(2, same_logits_when_traced, script, put, options, compiled)
         assert codes == [1, 1] and "scaled_dot_product_attention" in output, output
 
