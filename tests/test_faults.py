@@ -96,9 +96,7 @@ FULL = [
 
 
 @pytest.mark.ci(every=3)
-@pytest.mark.parametrize(
-    "command,option,verdict", FULL, ids=lambda value: "" if value[0] == "-" else None
-)
+@pytest.mark.parametrize("command,option,verdict", FULL)
 def test_a_full_disk_is_said_and_the_verdict_stands(command, option, verdict, tmp_path):
     """No file may grow beyond 15 kB: a disk that is full, as far as the script can tell."""
     file = tmp_path / ("out" + {"--json": ".json", "--plot": ".png"}[option])

@@ -405,6 +405,7 @@ DROPPED = [  # a message, and the complaint
     ({"peer, channel), tensor))": "peer, channel), None))"}, "freed before it was sent"),
     ({"sending.append((dist.isend": "((dist.isend"}, "not waited for"),
     ({'in [*sending["F"], *sending["B"]]': "in []"}, "not waited for"),
+    ({"popleft()\n            work.wait()": "popleft()"}, "not waited for"),
 ]
 
 
