@@ -179,7 +179,7 @@ def as_run(lines):
     return pytest.param(lines, marks=marks, id=lines[0])
 
 
-@pytest.mark.parametrize("lines", map(as_run, RUN.values()))
+@pytest.mark.parametrize("lines", [*map(as_run, RUN.values())])
 def test_commands_run_as_written(lines, clone):
     """Line by line, by a shell. A bug, a difference or an empty exercise exits with 1."""
     shutil.rmtree(clone / "my_labs", ignore_errors=True)
