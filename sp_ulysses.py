@@ -226,7 +226,7 @@ def attend_with_ulysses(model, group, args):
     stand_in = SimpleNamespace(num_key_value_groups=(q1 - q0) // (k1 - k0), is_causal=True)
     stand_in.config = SimpleNamespace(_attn_implementation=args.attn_implementation)
     stand_in.training = True
-    for layer in model.model.layers:  # and not in what HF registers, which outlives the group
+    for layer in model.model.layers:  # HF's registries are no place for it: they outlive it
         layer.self_attn.group = group
     attention = partial(ulysses_attention, stock, stand_in)
     mask = partial(all_tokens_mask, stock_mask, group.size())

@@ -35,7 +35,6 @@ NOT_RUN = {  # what correctness without further options never runs; each has tes
     "check_heads": "refuses what cannot work",
     "bubble_formula": "--mode schedule",
     "bubble": "--mode schedule",
-    "pp.py:Pipeline.send: work.wait() -> pass": "caught by chance; test_scripts.py watches",
     "no_formula": "--mode schedule",
     "most_in_flight": "--mode schedule",
     "peak_kept": "--mode schedule",
@@ -46,6 +45,7 @@ NOT_RUN = {  # what correctness without further options never runs; each has tes
     "draw": "--mode schedule",
     "report": "--mode schedule",
     "measure_bubble": "--mode bubble",
+    "pp.py:Pipeline.send: work.wait() -> pass": "caught by chance; test_scripts.py watches it",
 }
 SWAPS = {  # a name and the one that it is mistaken for, where a function knows both
     "copy_to_tp_region": "reduce_from_tp_region",

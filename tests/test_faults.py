@@ -61,8 +61,9 @@ def test_ctrl_c_ends_a_run(tmp_path):
 @pytest.mark.ci(every=40)
 @pytest.mark.parametrize("ranks,kind,where,script", CASES)
 def test_a_fault_ends_the_job_and_is_shown(ranks, kind, where, script, tmp_path):
-    mark, logs = f"FAULT_TEST={tmp_path}", tmp_path / "logs"
-    apart = ["--redirects", 2, "--log-dir", logs]  # else one writes amid another's line
+    mark = f"FAULT_TEST={tmp_path}"
+    logs = tmp_path / "logs"
+    apart = ["--redirects", 2, "--log-dir", logs]  # else a rank writes amid another's line
     fault = [*apart, "tests/fault.py", kind, where, "1", script]
     wait = TIMEOUT if kind in ("stop", "hang") else 0  # else the job ends long before its own 600 s
     options = ["--length", "64", "--json", tmp_path / "results.json"]

@@ -426,8 +426,6 @@ def main(right=main):  # and its exit status is 1 if a thread is left
     while len(list(threads.glob("*"))) > 1 and time.time() < end:
         time.sleep(0.01)  # one that has ended is listed for a moment longer
     return status or int(len(list(threads.glob("*"))) > 1)
-
-
 if __name__ == "__main__":"""
 KEPT = {"    return all(results[": "    sys.kept = group\n    return all(results["}
 

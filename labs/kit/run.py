@@ -120,6 +120,6 @@ def main(file):
         print("error: RANK is set, MASTER_ADDR is not: unset it, or use torchrun", file=sys.stderr)
         return 2
     if follow and os.environ.get("RANK", "0") != "0":
-        no_run = {"-h", "--help", "list", "--inject-bug=list"} & set(sys.argv)  # rank 0 tells, ends
+        no_run = {"-h", "--help", "list", "--inject-bug=list"} & set(sys.argv)  # rank 0 answers
         return 0 if no_run else follow(load(file))
     return run_lab(file)
