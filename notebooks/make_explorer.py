@@ -1,8 +1,7 @@
 """Makes explorer.html: one file with the page (explorer/) and the data that it shows.
 
-    python notebooks/make_explorer.py                         # all seven views: hours, for memory
-    python notebooks/make_explorer.py --only bugs time        # these; the others' data stay
-    python notebooks/make_explorer.py --only memory --models qwen3-8b    # and the other models'
+    python notebooks/make_explorer.py                         # all six views: hours, for memory
+    python notebooks/make_explorer.py --only walk time        # these; the others' data stay
 
 The questions (explorer/questions.py) are made of these data, each time.
 
@@ -14,7 +13,6 @@ import json
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import accumulate, pairwise, product
 from pathlib import Path
 from queue import Queue
@@ -23,26 +21,24 @@ from types import SimpleNamespace
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import torch  # noqa: E402
-from explorer.bugs import LABELS, bugs  # noqa: E402
-from explorer.memory import ALL, memory  # noqa: E402
+from explorer.memory import memory  # noqa: E402
 from explorer.questions import questions  # noqa: E402
 from explorer.timetable import timetable  # noqa: E402
 from explorer.walk import squeezed, walk  # noqa: E402
 
 import pp  # noqa: E402
 import sp_layout_sim  # noqa: E402
-from labs import four_layouts  # noqa: E402
+from labs import four_layouts, schedules  # noqa: E402
 from labs.kit.harness import LABS, load  # noqa: E402
 from labs.lab1_collectives.show import gather_and_add  # noqa: E402
 
 PAGE, PARTS = HERE / "explorer.html", HERE / "explorer"
 DATA = re.compile(r'(?<=<script type="application/json" id="data">).*?(?=</script>)', re.DOTALL)
 SCRIPTS = ["shell.js", "controls.js", "ask.js", "walk_data.js", "walk.js", "layouts_words.js"]
-SCRIPTS += ["layouts.js", "memory.js", "pipelines.js", "collectives.js", "time.js", "bugs.js"]
+SCRIPTS += ["layouts.js", "memory.js", "pipelines.js", "collectives.js", "time.js"]
 
 
-# Layouts: four_layouts.py's own run, watched
-# --------------------------------------------------------------------------------------------------
+# ---- Layouts: four_layouts.py's own run, watched -------------------------------------------------
 
 SIZES = {"batch": 1, "seq": 64, "hidden": 64, "heads": 8, "ffn": 256}
 BLOCK = [f"--{name}={size}" for name, size in SIZES.items()]
@@ -195,20 +191,27 @@ def layouts():
     return {"runs": data, "block": SIZES}
 
 
-# Pipelines: pp.py's own schedules and simulator
-# --------------------------------------------------------------------------------------------------
+# ---- Pipelines: pp.py's own schedules and simulator ----------------------------------------------
 
 # Times of F, B and W, for a rank's layers; attention, without weights, has no W
 COSTS = {"1:1:1": "all kept", "1:2:1": "recomputed", "2:3:1": "much attention", "1:1:2": "long W"}
 RANKS, MICROBATCHES = range(2, 9), [1, 2, 3, 4, 6, 8, 12, 16]
 
 
-def pipelines():
-    """What each rank does, in order, of every schedule; pp.py's formula of its bubble, for COSTS.
+def line_of(rows, rank, P, V):
+    """What a rank does, as text: F2, or with V stages a rank F20; a dot is a unit of idle time. The
+    microbatch is in hexadecimal (M is 16 at most), the last digit is the rank's stage."""
+    text, now = "", 0
+    for _, action, begin, end in (row for row in rows if row[0] == rank):
+        stage = action.stage // P if V > 1 else ""
+        text += "." * int(begin - now) + f"{action.kind}{action.microbatch:x}{stage}"
+        now = end
+    return text
 
-    F2: forward of microbatch 2; Fa1: of microbatch 10 (in hexadecimal: M is 16 at most), in the
-    rank's stage 1. The order does not depend on the costs: the page runs pp.simulate()'s clock.
-    """
+
+def pipelines():
+    """Of every schedule, for COSTS: each rank's line, the bubble, and the formula's; and how many
+    microbatches are in flight at most."""
     found = {}
     cases = [
         (schedule, P, M) for schedule in ("afab", "1f1b", "zb") for P in RANKS for M in MICROBATCHES
@@ -217,23 +220,22 @@ def pipelines():
     for schedule, P, M in cases:
         for V in (2, 3, 4) if schedule == "interleaved" else (1,):
             ranks = [list(pp.SCHEDULES[schedule](rank, P, M, V)) for rank in range(P)]
-            formulas = []
+            row = {"in_flight": [schedules.most_in_flight(actions) for actions in ranks]}
             for costs in COSTS:
-                F, B, W = (int(cost) / V for cost in costs.split(":"))
+                F, B, W = map(int, costs.split(":"))  # in units of 1 / V
                 cost = {"F": F, "B": B, "W": W} if schedule == "zb" else {"F": F, "B": B + W}
-                formula = pp.bubble_formula(P, M, V, *cost.values())
-                formulas.append(formula and round(formula, 6))  # None: no closed form
-            row = {"formula": formulas}
-            row["in_flight"] = [pp.most_in_flight(actions) for actions in ranks]
-            own = [[(k, f"{m:x}", str(stage // P)) for k, stage, m in x] for x in ranks]
-            width = 3 if V > 1 else 2
-            row["orders"] = ["".join("".join(name[:width]) for name in names) for names in own]
+                rows = pp.simulate(ranks, P * V, lambda action, cost=cost: cost[action.kind])
+                formula = schedules.bubble_formula(P, M, V, *cost.values())
+                row[":".join(map(str, cost.values()))] = {
+                    "lines": [line_of(rows, rank, P, V) for rank in range(P)],
+                    "bubble": round(schedules.bubble(rows, P), 6),
+                    "formula": formula and round(formula, 6),  # None: no closed form
+                }
             found[f"{schedule} {P} {M} {V}"] = row
     return {"costs": COSTS, "microbatches": MICROBATCHES, "schedules": found}
 
 
-# Collectives: lab 1's own functions, each rank a thread, every send recorded
-# --------------------------------------------------------------------------------------------------
+# ---- Collectives: lab 1's own functions, each rank a thread, every send recorded -----------------
 
 
 def on_threads(P, function):
@@ -305,7 +307,7 @@ def collectives():
 
 
 VIEWS = {f.__name__: f for f in (layouts, memory, pipelines, collectives)}
-VIEWS |= {"time": timetable, "bugs": bugs, "walk": lambda: squeezed(walk()[0])}
+VIEWS |= {"time": timetable, "walk": lambda: squeezed(walk()[0])}
 
 
 def embedded(page):
@@ -325,12 +327,10 @@ def assemble(data):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=VIEWS, default=list(VIEWS), metavar="VIEW")
-    parser.add_argument("--models", nargs="+", choices=ALL, default=list(ALL), metavar="MODEL")
     args = parser.parse_args()
     old = embedded(PAGE) if PAGE.exists() else {}
-    made = VIEWS | {"memory": partial(memory, args.models, old.get("memory"))}
-    data = {name: make() if name in args.only else old.get(name) for name, make in made.items()}
-    data["questions"] = questions(data, pp, LABELS)
+    data = {name: make() if name in args.only else old.get(name) for name, make in VIEWS.items()}
+    data["questions"] = questions(data)
     PAGE.write_text(assemble(data))
     print(f"{PAGE}: {PAGE.stat().st_size / 1024:,.0f} KiB")
 

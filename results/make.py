@@ -4,7 +4,6 @@
     python results/make.py lengths         # the longest sequences, predicted: needs no GPU
     python results/make.py published       # what others measured, predicted
     python results/make.py plans           # other people's tensor parallel plans, refereed
-    python results/make.py where           # break_it.py's bugs: planted where, found where
     python results/make.py cpu             # the scripts on two ranks of this machine
     python results/make.py gpu             # one GPU: proofs, throughput, one rank of several
     python results/make.py limits          # one GPU: the longest sequences, emulated and predicted
@@ -71,7 +70,7 @@ def lengths(trial):
     model, large = "", "--model llama-3.1-8b"
     if trial:
         model = large = "--model tiny --nproc 1 2 --memory-gib 0.1"  # the last of an option counts
-    search = "python oom_search.py --how predicted --fresh --optimizer none --strategy all"
+    search = "python oom_search.py --how predicted --optimizer none --strategy all"
     outcome = yield "40 GiB", f"{search} --nproc 1 2 4 8 --memory-gib 40 {model}"
     if not trial and "result" in outcome:
         plot.picture(outcome["result"]).savefig(HERE / "lengths.png", dpi=120)
@@ -86,7 +85,7 @@ def published(trial):
     for row in PUBLISHED:
         for i, more in enumerate(row["runs"].split("|")):
             options = f"--optimizer none {row['options']} {more}{cut}"  # the last of them counts
-            command = f"python oom_search.py --how predicted --fresh {options}"
+            command = f"python oom_search.py --how predicted {options}"
             yield f"{row['source']}: {row['what']}, {i}", command
 
 
@@ -96,12 +95,6 @@ def plans(trial):
         "verdicts",
         f"python labs/lab5_tp_plans/lesson.py --referee{' --model qwen3' if trial else ''}",
     )
-
-
-def where(trial):
-    """Where break_it.py --where finds each of its bugs."""
-    for script in ("tp",) if trial else ("tp", "sp_megatron", "sp_ulysses", "pp"):
-        yield script, f"python labs/break_it.py --where {script}.py"
 
 
 def cpu(trial):
@@ -131,7 +124,7 @@ def gpu(trial):
         yield f"tiny on 4, {name}", f"torchrun --nproc_per_node=4 results/one_gpu.py {script}"
     for schedule in ("afab", "interleaved", "zb"):
         yield f"tiny on 2, pp {schedule}", f"{both} pp.py --mode all --schedule {schedule}"
-    search = "python oom_search.py --how predicted --fresh --optimizer none --strategy all"
+    search = "python oom_search.py --how predicted --optimizer none --strategy all"
     search += f" tp_dtensor {model or '--model tiny --dtype float32'}"
     as_scripts = {"none": "--recompute none", "full": "--tile 1000000000"}  # which have no tiles
     for length, recompute in ((small, "none"), (middle, "none"), (large, "full")):
@@ -162,7 +155,7 @@ def limits(trial):
     budgets += [("8B, 80 GiB, no remedy", 80, "8", large)]
     for name, gib, worlds, options in budgets:
         options += f" --memory-gib {gib / 400} --model tiny" if trial else f" --memory-gib {gib}"
-        search = f"python oom_search.py --fresh --optimizer none {options}"
+        search = f"python oom_search.py --optimizer none {options}"
         every = f"{search} --how predicted --strategy all --nproc {worlds}"
         outcome = yield f"predicted, {name}", every
         for row in (outcome or {}).get("result", {}).get("results", []):
@@ -183,8 +176,6 @@ def run(line):
     with tempfile.TemporaryDirectory() as folder:
         file, begin = Path(folder, "result.json"), time.time()
         command = [sys.executable, *launch, *words, "--json", str(file)]
-        if "oom_search.py" in words:
-            command += ["--journal", f"{folder}/journal"]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         outcome = {"command": line, "seconds": round(time.time() - begin, 1)}
         if done.returncode == 0 and file.exists():
@@ -233,7 +224,7 @@ def plain(argv):
         weights -= model.model.embed_tokens.weight.numel()
     scores = config.num_hidden_layers * config.num_attention_heads * config.head_dim * args.length
     result["model_flop"] = 6 * tokens * (weights + scores)
-    Path(args.json).write_text(json.dumps({"benchmark": result}))
+    json.dump({"benchmark": result}, args.json)
     tp.dist.destroy_process_group()
 
 
@@ -373,19 +364,6 @@ def verdict(row, limit):
     )
 
 
-def where_table(part):
-    """Each bug: the function that it replaces, and what --where says of it."""
-    rows = [["script", "bug", "planted in", "found at", "should be", "is"]]
-    for script in part["steps"]:
-        for bug, told in of(part, script).get("where", {}).items():
-            planted = ", ".join(f"`{name}` ({line})" for name, line in told["planted"])
-            found = "not found"
-            if "line" in told:
-                found = f"`{told['function']}` ({told['line']}): {told['variable']}"
-            rows.append([script, bug, planted, found, told.get("expected"), told.get("is")])
-    return f"*Measured ({made(part)})*\n\n{table(*rows)}"
-
-
 def cpu_table(part):
     """How close to one device, how long, how much memory and traffic."""
     dtypes = ["float64", "float32", "bfloat16"]
@@ -510,41 +488,8 @@ def tried(part, step):
     return "error"
 
 
-def proved_table(part):
-    """What `make prove` ran, in one line."""
-    steps = part["steps"]
-    said = {name: f"commit {s['commit']} of {s['about']['date']}" for name, s in steps.items()}
-    told = []
-    if step := steps.get("mutants"):
-        left = len(step["survived"])
-        total = step["caught"] + step["equivalent"] + left
-        told.append(
-            f"of {total:,} small changes to the scripts {step['caught']:,} are caught, "
-            f"{step['equivalent']} stand in tests/survivors.txt with the reason, "
-            f"and {left} survive{'s' * (left == 1)} ({said['mutants']})"
-        )
-    if files := {name: step for name, step in steps.items() if name.startswith("test_")}:
-        total = sum(step["tests"] for step in files.values())
-        failed, skipped = ([n for s in files.values() for n in s[k]] for k in ("failed", "skipped"))
-        fare = f"{total - len(failed) - len(skipped):,} pass, {len(skipped)} are skipped"
-        fare += f", {len(failed)} fail: {', '.join(failed)}" if failed else ", none fails"
-        when = ", ".join(sorted({said[name] for name in files}))
-        told.append(f"of {total:,} slow tests of {len(files)} files {fare} ({when})")
-    if step := steps.get("soak"):
-        fare = "pass" if step["passed"] else "do not all pass"
-        told.append(f"{step['runs']} correct runs of any options {fare} ({said['soak']})")
-    if step := steps.get("oldest"):
-        hold = "hold" if step["passed"] else "do not hold"
-        told.append(f"the four proofs {hold} with the oldest transformers ({said['oldest']})")
-    if step := steps.get("oldest_torch"):
-        fare = "pass" if step["passed"] else "do not pass"
-        told.append(f"the quick tests {fare} with torch {step['torch']} ({said['oldest_torch']})")
-    return f"`make prove` takes hours. Its last results: {'; '.join(told)}.\n"
-
-
 TABLES = {"lengths": lengths_table, "cpu": cpu_table, "gpu": gpu_table, "limits": limits_table}
-TABLES |= {"published": published_table, "plans": plans_table, "proved": proved_table}
-TABLES["where"] = where_table
+TABLES |= {"published": published_table, "plans": plans_table}
 
 
 def found(name):
@@ -568,7 +513,7 @@ def with_tables(text):
 # 3. Command line
 # --------------------------------------------------------------------------------------------------
 
-PARTS = {"lengths": lengths, "published": published, "plans": plans, "where": where}
+PARTS = {"lengths": lengths, "published": published, "plans": plans}
 PARTS |= {"cpu": cpu, "gpu": gpu, "limits": limits}
 OF_A_GPU = ("gpu", "limits")
 

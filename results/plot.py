@@ -1,14 +1,13 @@
-"""Draws what `--json` of the four strategy scripts, labs/four_layouts.py and oom_search.py wrote.
+"""Draws what `--json` of the four strategy scripts and of three more has written.
 
     torchrun --nproc_per_node=2 tp.py --mode all --json tp.json
     python results/plot.py tp.json              # draws tp.png
     python results/plot.py tp.json -o tp.pdf    # or .svg: any suffix that matplotlib knows
 
 A panel for each mode that ran: the errors of correctness tensor by tensor, the learning curves, the
-traffic measured beside the expected, and of pp.py the timeline: measured (`--mode bubble`) or
-simulated (`python pp.py --mode schedule --ranks 4 --json schedule.json`). Of four_layouts.py the
-attention block of its --layout: what each rank holds, step by step, and who made it. Of
-oom_search.py the lengths, and what fills the memory there.
+traffic measured beside the expected. Of labs/schedules.py the timeline of a schedule of pp.py,
+measured or simulated. Of four_layouts.py the attention block of its --layout: what each rank holds,
+step by step, and who made it. Of oom_search.py the lengths, and what fills the memory there.
 """
 
 import argparse
@@ -203,7 +202,7 @@ def draw_limits(results):
     for row in results["results"]:
         name = f"{row['strategy']}, {row['nproc']} rank{'s' * (row['nproc'] > 1)}"
         for entry in row.get("at", [row]):
-            tokens = entry.get("length") or entry.get("longest")
+            tokens = entry["length"] if "at" in row else row["longest"]
             if tokens and entry["breakdown"]:
                 label = f"{name}, {tokens:,} tokens" if "at" in row else name
                 found.append((label, tokens, entry["breakdown"]))

@@ -63,7 +63,7 @@ def front(root, readme):
     """The front page: where GitHub shows a picture, a question to try; how much there is."""
     labs = [file.read_text() for file in root.glob("labs/*/lesson.py")]
     exercises = sum(len(set(re.findall(r"# exercise: (\w+)", lab))) for lab in labs)
-    checks = [*root.glob("labs/*/check.py"), root / "labs/break_it.py"]
+    checks = [*root.glob("labs/*/check.py"), root / "labs/bugs.py"]
     text = "\n".join(file.read_text() for file in checks).replace("(*BUGS)", "(1, 2, 3, 4)")
     bugs = re.findall(r"^(?:BUGS = \[|@bug_of\()(.*)[])]$", text, re.M)
     listed = "\n".join(file.read_text() for file in root.glob("labs/*/mistakes.txt"))

@@ -68,7 +68,7 @@ def ranks(tmp_path_factory):
             file = folder / "results.json"
             argv += ["--json", str(file)] if results else []
             codes, output = run_life(world, run_script, script, changed(script, put), argv)
-            written = json.loads(file.read_text()) if file.exists() else None
+            written = json.loads(file.read_text() or "null") if file.exists() else None
             file.unlink(missing_ok=True)
             return SimpleNamespace(codes=codes, output=output, json=written)
 

@@ -45,6 +45,8 @@ MODELS = {  # As they really come. 2, 3, 4 divide none of vocabulary, intermedia
     "longrope": {"num_key_value_heads": 2, "rope_scaling": {  # the padding of 13 tokens to 14
         "type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0, 3.0],  # crosses it
         "original_max_position_embeddings": 13}},
+    "dynamic": {"num_key_value_heads": 2, "max_position_embeddings": 13,
+                "rope_scaling": {"type": "dynamic", "factor": 2.0}},
     "gpt2": {"model_type": "gpt2"},  # to be refused
     "one_layer": {"num_hidden_layers": 1, "num_key_value_heads": 1},
     "uneven_kv": {"model_type": "qwen3", "num_attention_heads": 6, "num_key_value_heads": 2,

@@ -31,21 +31,14 @@ WAIT = ["--timeout", "20"]  # a rank that waits longer for another one ends
 NOT_RUN = {  # what correctness without further options never runs; each has tests of its own
     "expected_traffic": "benchmark mode's formula",
     "finalize_args": "refuses what cannot work, and fills in defaults",
-    "shard_model_by_dtensor": "--dtensor",
+    "parallelize_by_dtensor": "--dtensor",
+    "grad_norm_by_dtensor": "--dtensor",
     "check_heads": "refuses what cannot work",
-    "bubble_formula": "--mode schedule",
-    "bubble": "--mode schedule",
-    "no_formula": "--mode schedule",
-    "most_in_flight": "--mode schedule",
-    "peak_kept": "--mode schedule",
-    "kept_bytes": "--mode schedule",
-    "attention_on_meta": "--mode schedule",
-    "simulate": "--mode schedule",
-    "show_schedule": "--mode schedule",
-    "draw": "--mode schedule",
-    "report": "--mode schedule",
-    "measure_bubble": "--mode bubble",
-    "pp.py:Pipeline.send: work.wait() -> pass": "caught by chance; test_scripts.py watches it",
+    "simulate": "draws schedules; test_schedules.py",
+    "pp.py:Pipeline.run: self.wait(self.sending.pop(kind)) -> pass": "caught by chance; "
+    "test_scripts.py watches it",
+    "pp.py:Pipeline.send: self.wait(self.sending.get(kind)) -> pass": "caught by chance; "
+    "test_scripts.py watches it",
 }
 SWAPS = {  # a name and the one that it is mistaken for, where a function knows both
     "copy_to_tp_region": "reduce_from_tp_region",
@@ -66,7 +59,7 @@ SOURCES = {  # the same kind of number, from elsewhere
 }  # fmt: skip
 DROPS = {"float", "clone", "contiguous", "detach", "clamp", "masked_fill", "requires_grad_"}
 TENSORS = {*COLLECTIVES, "linear", "embedding", "apply", "sum", "exp_", "log", "cat", "stack"}
-TENSORS |= {"checkpoint", "stock", "sum_of_losses", "to", "mul_", "div_", "flatten", "permute"}
+TENSORS |= {"checkpoint", "sum_of_losses", "to", "mul_", "div_", "flatten", "permute"}
 ROUND = "(lambda x: x.bfloat16().to(x.dtype) if x.is_floating_point() else x)"
 SIGNS = {  # of an operation, and of the one that it is changed to
     ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "//"), ast.Div: ("/", "*"),
@@ -85,6 +78,7 @@ PLAIN = [  # (ranks, model and options)
     (4, f"two_kv {LONG}"),  # a KV head on two ranks
     (5, f"shared_kv {LONG}"),  # its query heads unevenly on five
     (2, f"bias {LONG}"),
+    (2, f"head_dim {LONG}"),  # sliding windows
     (2, f"shared_kv {LONG} --dtype bfloat16"),
     (1, f"shared_kv {LONG}"),
     (2, "longrope --length 20 --batch 3"),  # step 2 has 13 tokens

@@ -3,12 +3,14 @@
 import ast
 import inspect
 import re
+import sys
+import tomllib
 
 import pytest
 import torch
 import transformers
 from conftest import ROOT
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
@@ -34,7 +36,6 @@ def test_an_attention_function_gets_and_returns_what_ours_do():
     assert eager[:7] == ["module", "query", "key", "value", "attention_mask", "scaling", "dropout"]
     assert parameters(ALL_ATTENTION_FUNCTIONS["sdpa"])[:5] == eager[:5]
     assert callable(transformers.AttentionInterface.register)
-    assert callable(transformers.AttentionMaskInterface.register)
     get = ALL_ATTENTION_FUNCTIONS.get_interface
     assert (
         get("eager", modeling_llama.eager_attention_forward)
@@ -43,9 +44,13 @@ def test_an_attention_function_gets_and_returns_what_ours_do():
     assert tuple(modeling_llama.repeat_kv(torch.ones(2, 1, 3, 4), 2).shape) == (2, 2, 3, 4)
 
 
-def test_a_mask_function_is_asked_for_lengths_by_name():
-    for name in ("sdpa", "eager"):
-        assert {"q_length", "kv_length"} <= set(parameters(ALL_MASK_ATTENTION_FUNCTIONS[name]))
+@pytest.mark.parametrize("make", [create_causal_mask, create_sliding_window_causal_mask])
+def test_a_mask_reads_batch_length_dtype_and_device(model, make):
+    """Of hidden states: their own size is not read."""
+    config = transformers.MistralConfig(sliding_window=2, attn_implementation="eager")
+    mask = make(config, torch.ones(2, 3, 0), None, None)
+    assert mask.shape == (2, 1, 3, 3) and mask.dtype == torch.float32
+    assert (mask[0, 0] == 0).sum() == (6 if make is create_causal_mask else 5)
 
 
 def test_modules_have_the_names_and_results_we_expect(model):
@@ -62,9 +67,7 @@ def test_modules_have_the_names_and_results_we_expect(model):
     attention = layer.self_attn(hidden_states=x, position_embeddings=rotary, attention_mask=None)
     assert isinstance(attention, tuple) and len(attention) == 2 and attention[0].shape == x.shape
     assert isinstance(layer(x, position_embeddings=rotary, attention_mask=None), torch.Tensor)
-    out = model.model(input_ids=ids, position_ids=torch.arange(3)[None], use_cache=False)
-    assert out.last_hidden_state.shape == x.shape
-    assert model.model(inputs_embeds=x, use_cache=False).last_hidden_state.shape == x.shape
+    assert model.model(input_ids=ids, use_cache=False).last_hidden_state.shape == x.shape
 
 
 def test_the_loss_counts_as_we_do(model):
@@ -87,7 +90,11 @@ def test_float32_islands_are_where_we_lift_them():
 def test_nothing_is_trusted_that_could_run_code():
     """No remote code, no pickle: weights are safetensors or gguf. Only labs import our files."""
     every = {source.stem for source in SOURCES} | {"labs"}
-    shared = {"labs", "sp_layout_sim"}  # the latter: labs/four_layouts.py
+    shared = {
+        "labs",
+        "sp_layout_sim",
+        "pp",
+    }  # labs/four_layouts.py, schedules.py, torch_pipeline.py
     for source in SOURCES:
         labs = "labs" in source.relative_to(ROOT).parts or source.stem == "oom_search"
         own = every - shared if labs else every
@@ -106,3 +113,17 @@ def test_nothing_is_trusted_that_could_run_code():
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not own & {name.split(".")[0] for name in names}, f"{source} imports one of ours"
+
+
+def test_what_is_imported_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = sum(project["optional-dependencies"].values(), project["dependencies"])
+    declared = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in lines}
+    files = [file for pattern in ("*.py", "[a-z]*/**/*.py") for file in ROOT.glob(pattern)]
+    ours = {file.stem for file in files} | {file.parent.name for file in files}
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            packages = {name.partition(".")[0] for name in names}
+            assert packages <= declared | ours | sys.stdlib_module_names, file

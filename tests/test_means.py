@@ -93,7 +93,7 @@ def gradients(script, model, parameters, group, args):
     for i in (1, 2):
         loss = script.forward_backward(model, *script.proof_batch(args, group, i), group, args)
         grads = [0 * p.detach() if p.grad is None else p.grad.clone() for p in parameters]
-        found += [loss.reshape(1), *map(script.local_tensor, grads, parameters)]
+        found += [loss.reshape(1), *map(techniques.local, grads)]
         for p in parameters:
             p.grad = None
     return found
@@ -132,8 +132,9 @@ def prove(name, options, model, put, recomputes, file):
             parameters = [p for _, p in named]
             plain = {"named_parameters": lambda n=named: n, "parameters": lambda p=parameters: p}
             attention = getattr(model.model.layers[0], "self_attn", None)  # pp: maybe not here
-            layers = SimpleNamespace(layers=[SimpleNamespace(self_attn=attention)])
-            plain = SimpleNamespace(config=args.config, model=layers, **plain)
+            decoder = SimpleNamespace(layers=[SimpleNamespace(self_attn=attention)])
+            decoder.embed_tokens = model.model.embed_tokens
+            plain = SimpleNamespace(config=args.config, model=decoder, **plain)
             plain.dtype = parameters[0].dtype
             if right is None:
                 right = gradients(script, model, parameters, group, args)

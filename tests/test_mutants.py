@@ -1,4 +1,4 @@
-"""A few of the mutants of mutants.py; `make prove` runs all, which takes more than an hour."""
+"""A few of the mutants of mutants.py, which itself runs all, and takes an hour for that."""
 
 import mutants
 import pytest

@@ -11,12 +11,12 @@ from forks import MODELS, SMALL
 NARROW = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "vocab_size": 16}
 NARROW |= {"num_key_value_heads": 1}
 SHORT = "--length 2 --dtype float32 --loss full --recompute none --bench-iters 1"
-FEWER = {  # than 20 steps; and the silent peers send no loss
+CHANGED = {  # fewer steps than 20; and the silent peers send no loss
     "for step in range(20)": "for step in range(2)",
     "ours[-1].item() / ours[0].item()": "ours[-1].item() / (ours[0].item() or 1)",
 }
-ON_A_GPU = {  # what --mode bubble does there; and the silent peers send no timeline
-    'model.pipeline.synchronize = args.device.type == "cuda"': "model.pipeline.synchronize = True",
+TIMED = {  # as on a GPU; and the silent peers send no timeline
+    'if self.device.type == "cuda"': "if True",
     "P * V, seconds.get)": "P * V, lambda action: 1)",
 }
 SCHEDULES = ["afab", "1f1b", "zb", "interleaved"]
@@ -36,7 +36,7 @@ def found(ranks, tmp_path):
         words = f"{command} {SHORT}".split()
         script, *argv = (f"{ranks.folder}/{word}" if word in MODELS else word for word in words)
         argv += [] if "--model" in argv else ["--model", str(model)]
-        source = changed(script, FEWER | (ON_A_GPU if script == "pp.py" else {}) | (put or {}))
+        source = changed(script, (TIMED if "schedules" in script else CHANGED) | (put or {}))
         file = tmp_path / "found.json"
         codes, output = ranks.live(1, nccl.report, script, source, argv, world, str(file))
         assert codes == [0], output
@@ -46,8 +46,9 @@ def found(ranks, tmp_path):
 
 
 def pipeline(found, schedule, P, M, V=1, mode="all", put=None):
+    script = "labs/schedules.py" if mode == "bubble" else "pp.py"
     options = f"--mode {mode} --microbatches {M} --schedule {schedule} --virtual-stages {V}"
-    return found(P, f"pp.py {options}", put, layers=P * V)
+    return found(P, f"{script} {options}", put, layers=P * V)
 
 
 def cycles(what):
@@ -79,16 +80,18 @@ def test_no_pipeline_hangs(found, schedule, P, V):
 
 SEND = "dist.send(torch.zeros(1, device=args.device), receiver, channel)"
 RECV = SEND.replace("send", "recv").replace("receiver", "sender")
-CHANNEL = "channel = dist.new_group([sender, receiver], timeout)"
+CHANNEL = "channel = dist.new_group([sender, receiver], args.timeout)"
 MEMBER = "if ranks[group.rank()] in (sender, receiver): "
 SYNC = "torch.cuda.current_stream().synchronize()"
-POST, AFTER = "incoming = self.start_receiving(next_action)", "            self.after_action()\n"
+POST = "                incoming = self.start_receiving(next_action, batch)"
+SENT = "self.send(result, action.kind)\n"
 LATE = {  # a rank waits for its message to leave, and then posts its next receive
-    "sending.append((dist.isend(tensor, peer, channel), tensor))": (
-        "dist.isend(tensor, peer, channel).wait()"
+    "self.wait(self.sending.get(kind))": "pass",
+    "self.sending[kind] = dist.isend(tensor, *self.send_channels[kind]), tensor": (
+        "dist.isend(tensor, *self.send_channels[kind]).wait()"
     ),
-    f"            {POST}  # it can arrive during this action\n": "",
-    AFTER: f"            {POST}\n{AFTER}",
+    f"{POST}  # it can arrive meanwhile\n": "",
+    SENT: f"{SENT}{POST}\n",
 }
 HANGS = [  # what makes a pipeline hang; schedule, P, M, V, mode; where; what stands in the cycle
     ({SYNC: "torch.cuda.synchronize()"}, ("1f1b", 2, 4, 1, "bubble"), HOW, "host, sync"),

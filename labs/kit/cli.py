@@ -20,7 +20,6 @@ class UsageError(Exception):
     """An argument that cannot work; its message says what to use. Ends as `error: ...`, exit 2."""
 
 
-# Copied from oom_search.py
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UsageError(message)

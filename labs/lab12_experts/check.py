@@ -24,7 +24,7 @@ from labs.lab12_experts import lesson as finished  # not the learner's
 from labs.lab12_experts.experts import a_case, model_errors, own_share, tiny
 
 GROUPS = [1, 3], [0, 2, 3], [0, 1, 2, 3], [2]
-split = finished.split
+shard_range = finished.shard_range
 
 
 def some_choices(seed, n, k, count):
@@ -118,7 +118,7 @@ def all_to_all(group, seed):
         table = torch.randint(1, 5, (P, count), generator=numbers)  # from a rank to an expert
         table[1:][-1:] = 0  # a rank without tokens, and of 3 experts
         title, given = f"{P} ranks, {count} experts", {"sizes": table[rank].clone(), "group": group}
-        right = {"sizes": table[:, slice(*split(count, rank, P))]}
+        right = {"sizes": table[:, slice(*shard_range(count, rank, P))]}
         yield title, ("exchange_sizes", given, "sizes"), right
         parts = table.split(finished.shares(count, P), 1)
         rows = torch.stack([part.sum(1) for part in parts], 1)  # (from, to)
@@ -179,7 +179,7 @@ def block(group, seed):
         right = {"the output": ys[rank].detach()}
         grads = gradients(torch.cat(ys, 1), torch.cat(dy, 1), [x[rank], *parameters])
         for name, grad in zip(("x", *names), grads):
-            name, grad = own_share(name, grad, slice(*split(count, rank, group.size())))
+            name, grad = own_share(name, grad, slice(*shard_range(count, rank, group.size())))
             right[f"the gradient of {name}"] = grad
         title = f"{family}, {count} experts on {group.size()} ranks with {tokens} tokens"
         how = theirs, group, factor, x[rank].detach(), dy[rank]

@@ -62,7 +62,7 @@ def model_errors(lab, case, rank, world, parallel):
     call = model, blocks, ids[mine], labels[mine], case.coefficient, dist.group.WORLD, replicas
     with Float64():
         found = lab.train_step(*call)
-    held = slice(*lab.split(case.experts, group.rank(), group.size()))
+    held = slice(*lab.shard_range(case.experts, group.rank(), group.size()))
     grads = {name: p.grad for name, p in model.named_parameters()}
     right = dict(own_share(name, grad, held) for name, grad in right.items())
     return relative_errors(found, grads, loss, right)

@@ -64,15 +64,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 
 # Copied from tp.py
-def split(n, rank, world):
-    """[start, end) of the rank's share of n things: the first n % world ranks hold one more."""
+def shard_range(n, rank, world):
+    """[start, end): a rank's share of n things. The first n % world ranks have one more."""
     base, extra = divmod(n, world)
     return rank * base + min(rank, extra), (rank + 1) * base + min(rank + 1, extra)
 
 
 def shares(n, world):
     """How many of n experts each rank holds; 0 where there are more ranks than experts."""
-    return [end - start for start, end in (split(n, rank, world) for rank in range(world))]
+    return [end - start for start, end in (shard_range(n, rank, world) for rank in range(world))]
 
 
 # ---- The lesson 1: the router's choices ----------------------------------------------------------
@@ -257,7 +257,7 @@ class ExpertParallel(nn.Module):
 
     def __init__(self, block, group, factor=None):
         super().__init__()
-        start, end = split(len(block.experts.gate_up_proj), group.rank(), group.size())
+        start, end = shard_range(len(block.experts.gate_up_proj), group.rank(), group.size())
         self.router = block.gate.weight  # (E, h)
         self.gate_up = nn.Parameter(block.experts.gate_up_proj[start:end].detach().clone())
         self.down = nn.Parameter(block.experts.down_proj[start:end].detach().clone())

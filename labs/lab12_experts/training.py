@@ -49,7 +49,7 @@ def tensor_parallel(lab, block, x, group):
     """
     count, k = len(block.gate.weight), block.gate.top_k
     gate, up = block.experts.gate_up_proj.chunk(2, 1)
-    part = slice(*lab.split(gate.shape[1], group.rank(), group.size()))
+    part = slice(*lab.shard_range(gate.shape[1], group.rank(), group.size()))
     gate_up = torch.cat([gate[:, part], up[:, part]], 1)
     x = Gather.apply(x, group)
     weights, experts = lab.route(x @ block.gate.weight.T, k, False)

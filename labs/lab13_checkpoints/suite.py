@@ -1,5 +1,6 @@
 """The suite's layouts for lab 13: each script as it trains, with what its ranks hold as Shards."""
 
+from datetime import timedelta
 from types import SimpleNamespace
 
 import torch
@@ -36,7 +37,7 @@ STEPS, BATCH, LENGTH = 3, 6, 13  # steps before the save, and as many after it
 CONFIG = {"hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 5, "vocab_size": 50}
 CONFIG |= {"num_attention_heads": 6, "num_key_value_heads": 3, "initializer_range": 0.2}
 OPTIONS = {"recompute": "none", "loss": "full", "attn_implementation": "sdpa", "attn": "sdpa"}
-OPTIONS |= {"batch": BATCH, "length": LENGTH, "timeout": 60, "dtensor": False}
+OPTIONS |= {"batch": BATCH, "length": LENGTH, "timeout": timedelta(seconds=60)}
 OPTIONS |= {"schedule": "1f1b", "virtual_stages": 1, "microbatches": 3}
 TP = load(LABS.parent / "tp.py")  # for its upcasts_in_float64, and the reference's loss
 FLOAT64 = SimpleNamespace(dtype="float64", config=LlamaConfig())
@@ -73,10 +74,6 @@ class Scripted:
         self.optimizer = adamw(self.model.parameters())
         for name, p in self.model.named_parameters():
             shard = getattr(p, "shard", None)  # (dim, start, end)
-            if isinstance(p, DTensor):  # fully_shard cuts rows
-                rows = -(-len(p) // group.size())
-                start = min(group.rank() * rows, len(p))
-                shard = 0, start, min(start + rows, len(p))
             if shard is None:
                 self.layout[name] = lab.whole(shapes[name])
             elif shard[1] < shard[2]:

@@ -42,7 +42,7 @@ from labs.lab14_documents.packed import (
 
 GROUPS = [1, 3], [0, 2, 3], [0, 1, 2, 3], [2]
 WINDOWS = 4, None, 3, None  # one for each of the packings
-split = finished.split
+shard_range = finished.shard_range
 
 
 # ---- Documents and the mask ----------------------------------------------------------------------
@@ -264,7 +264,7 @@ def ulysses(group, seed):
         kv = len(case.k)
         x, heads = (
             drawn(seed + 3, kv, len(case.first), 2),
-            slice(*split(kv, group.rank(), len(held))),
+            slice(*shard_range(kv, group.rank(), len(held))),
         )
         given = {"x": x[:, own].requires_grad_(), "held": held, "group": group}
         yield title, ("to_heads", given, "own heads"), {"own heads": x[heads]}

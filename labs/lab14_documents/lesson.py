@@ -56,8 +56,8 @@ ALONE = SimpleNamespace(rank=lambda: 0, size=lambda: 1)  # a group of one rank
 
 
 # Copied from tp.py
-def split(n, rank, world):
-    """[start, end) of the rank's share of n things: the first n % world ranks hold one more."""
+def shard_range(n, rank, world):
+    """[start, end): a rank's share of n things. The first n % world ranks have one more."""
     base, extra = divmod(n, world)
     return rank * base + min(rank, extra), (rank + 1) * base + min(rank + 1, extra)
 
@@ -115,7 +115,7 @@ def visible(q_at, k_at, first):
 
 def in_order(length, world):
     """held, if the sequence is cut in P parts, in order."""
-    return [torch.arange(*split(length, rank, world)) for rank in range(world)]
+    return [torch.arange(*shard_range(length, rank, world)) for rank in range(world)]
 
 
 def work(held, first):
@@ -346,11 +346,12 @@ class AllToAll(torch.autograd.Function):
 def to_heads(x, held, group):
     """All KV heads of own tokens x (kv, n, c) -> own heads of all tokens (own, s, c), in order.
 
-    Rank r's KV heads are split(kv, r, P), its tokens held[r]. One all-to-all, of rows of c numbers.
+    Rank r's KV heads are shard_range(kv, r, P), its tokens held[r]. One all-to-all, of rows of c
+    numbers.
     """
     rank, P = group.rank(), group.size()
     # exercise: ulysses
-    heads = [end - start for start, end in (split(len(x), r, P) for r in range(P))]
+    heads = [end - start for start, end in (shard_range(len(x), r, P) for r in range(P))]
     sends = [count * x.shape[1] for count in heads]
     receives = [heads[rank] * len(at) for at in held]
     rows = AllToAll.apply(x.flatten(0, 1), sends, receives, group)
@@ -363,7 +364,7 @@ def to_tokens(x, kv, held, group):
     """Own heads of all tokens x (own, s, c), in order -> all kv heads of own tokens (kv, n, c)."""
     rank, P = group.rank(), group.size()
     # exercise: ulysses
-    heads = [end - start for start, end in (split(kv, r, P) for r in range(P))]
+    heads = [end - start for start, end in (shard_range(kv, r, P) for r in range(P))]
     sends = [len(x) * len(at) for at in held]
     receives = [count * len(held[rank]) for count in heads]
     rows = torch.cat([x[:, at].flatten(0, 1) for at in held])
@@ -395,7 +396,7 @@ def message_bytes(held, first, rank, kv, g, d, itemsize):
     for step in range(1, P):
         for source in rank - step + 1, rank - step:  # k and v go forward, their gradients back
             tokens += len(travels(held, source % P, step, first))
-    start, end = split(kv, rank, P)
+    start, end = shard_range(kv, rank, P)
     rows = kv * len(held[rank]) + (end - start) * len(first)
     return tokens * 2 * kv * d * itemsize, rows * (2 * g + 2) * d * itemsize
     # end exercise

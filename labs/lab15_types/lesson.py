@@ -26,7 +26,6 @@ The programs at the end run on shapes and types, without ranks or data. The chec
 text on numbers, with each rank's slices and summands, and compare it with one device.
 
     python labs/lab15_types/lesson.py --plot lab15.png  # checks and experiments
-    python labs/lab15_types/lesson.py --nets            # all bugs anew, which takes minutes
     python labs/lab15_types/lesson.py --predict 3       # first your guess; see the end
     python labs/grade.py start lab15                    # writes my_labs/lab15_types.py
 

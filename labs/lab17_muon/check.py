@@ -40,7 +40,7 @@ def matrices_of(rank, world, seed, shapes=SHAPES):
     costs = [finished.flops(shape, blocks) for shape, _, blocks in shapes]
     dealt = zip(shapes, finished.owners(costs, world))
     for i, ((shape, dim, blocks), owner) in enumerate(dealt):
-        shares = [finished.split(shape[dim], r, world) for r in range(world)]
+        shares = [finished.shard_range(shape[dim], r, world) for r in range(world)]
         sizes = [end - start for start, end in shares]
         sizes = sizes[::-1] if i % 2 else sizes  # the last rank has most
         whole = drawn(seed + i, *shape)

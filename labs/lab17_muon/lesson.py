@@ -51,8 +51,8 @@ TINY = 1e-7  # the least that |G| counts as: a gradient may be 0
 
 
 # Copied from tp.py
-def split(n, rank, world):
-    """[start, end) of the rank's share of n things: the first n % world ranks hold one more."""
+def shard_range(n, rank, world):
+    """[start, end): a rank's share of n things. The first n % world ranks have one more."""
     base, extra = divmod(n, world)
     return rank * base + min(rank, extra), (rank + 1) * base + min(rank + 1, extra)
 
@@ -343,7 +343,7 @@ class Zero1:
         self.model, self.group = model, group
         self.own = {}
         for name, p in model.named_parameters():
-            start, end = split(len(p), group.rank(), group.size())
+            start, end = shard_range(len(p), group.rank(), group.size())
             self.own[name] = nn.Parameter(p.detach()[start:end]), 0
 
     def by_rank(self, tensors):
@@ -351,7 +351,7 @@ class Zero1:
         world = self.group.size()
         flats = []
         for rank in range(world):
-            rows = [t[slice(*split(len(t), rank, world))].flatten() for t in tensors]
+            rows = [t[slice(*shard_range(len(t), rank, world))].flatten() for t in tensors]
             flats.append(torch.cat(rows))
         return nn.utils.rnn.pad_sequence(flats, batch_first=True)
 
@@ -374,7 +374,7 @@ class Zero1:
         dist.all_gather_into_tensor(flats.view(-1), mine, group=self.group)
         for rank, flat in enumerate(flats):
             for p in self.model.parameters():
-                rows = p.detach()[slice(*split(len(p), rank, world))]
+                rows = p.detach()[slice(*shard_range(len(p), rank, world))]
                 rows.copy_(flat[: rows.numel()].view(rows.shape))
                 flat = flat[rows.numel() :]
 

@@ -1,5 +1,6 @@
 """Muon on one device by torch.optim.Muon, and small models on ranks beside it: for lab 17."""
 
+from datetime import timedelta
 from functools import cache
 from types import SimpleNamespace
 
@@ -113,7 +114,7 @@ def tp_script():
 def parallelized(model, group):
     """(model, backward(ids of all ranks) -> loss) by tp.py: .grad is of own rows or columns."""
     script = tp_script()
-    args = {"recompute": "none", "loss": "full", "dtensor": False, "timeout": 60}
+    args = {"recompute": "none", "loss": "full", "timeout": timedelta(seconds=60)}
     args |= {"batch": group.size() * SEQUENCES, "length": TOKENS, "config": model.config}
     args = SimpleNamespace(**args)
     model = script.parallelize(model, group, args)
@@ -164,7 +165,7 @@ def model_errors(lab, family, layout, way, per_head, group, seed):
     for name, (part, dim) in own.items():
         whole = right.weights[name]
         if layout == "ZeRO-1":
-            start, end = finished.split(len(whole), rank, world)
+            start, end = finished.shard_range(len(whole), rank, world)
             own_copy = model.get_parameter(name).detach()
             errors[f"{name}, all of it"] = relative_error(own_copy, whole)
         else:

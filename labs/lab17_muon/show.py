@@ -86,7 +86,7 @@ def matrices_of(lab, group, seed):
     rank, own, numbers = group.rank(), {}, torch.Generator().manual_seed(seed)
     for layer in range(LAYERS):
         for kind, ((m, n), dim) in KINDS.items():
-            start, end = lab.split((m, n)[dim], rank, group.size())
+            start, end = lab.shard_range((m, n)[dim], rank, group.size())
             part = torch.randn(m, n, generator=numbers).narrow(dim, start, end - start).clone()
             own[f"{layer}.{kind}"] = nn.Parameter(part), dim
             own[f"{layer}.{kind}"][0].grad = torch.randn(part.shape, generator=numbers)

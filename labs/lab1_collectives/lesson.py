@@ -49,15 +49,15 @@ import torch.distributed as dist
 
 
 # Copied from tp.py
-def split(n, rank, world):
-    """[start, end) of the rank's share of n things: the first n % world ranks hold one more."""
+def shard_range(n, rank, world):
+    """[start, end): a rank's share of n things. The first n % world ranks have one more."""
     base, extra = divmod(n, world)
     return rank * base + min(rank, extra), (rank + 1) * base + min(rank + 1, extra)
 
 
 def chunk_sizes(n, world):
     """Rows of each rank's chunk of n rows."""
-    return [end - start for start, end in (split(n, rank, world) for rank in range(world))]
+    return [end - start for start, end in (shard_range(n, rank, world) for rank in range(world))]
 
 
 def exchange(x, to, source, shape, group):

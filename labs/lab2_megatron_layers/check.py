@@ -18,7 +18,7 @@ from labs.lab2_megatron_layers import lesson as finished  # not the learner's
 
 SUBGROUP = True  # the group is not the world, and has other rank numbers
 GROUPS = [0, 1, 2], [0, 1]  # 3 divides no size
-split = finished.split
+shard_range = finished.shard_range
 DX, MODE = "the gradient of x", ("TP", "SP")
 
 
@@ -93,7 +93,7 @@ def gathered_linear(group, seed):
     tokens, sizes = uneven(), (uneven(), uneven())
     for bias in True, False:
         linear, x, y, dx, dy = one_device(randn, tokens * group.size(), *sizes, bias)
-        own = slice(*split(linear.out_features, group.rank(), group.size()))
+        own = slice(*shard_range(linear.out_features, group.rank(), group.size()))
         given = {"x": tokens_of(x, group).requires_grad_()}
         right = {"y": y[..., own], DX: tokens_of(dx, group)}
         for name in "weight", "bias":
@@ -131,7 +131,7 @@ def column_parallel_linear(group, seed):
     tokens = uneven()
     for parallel, bias in itertools.product([False, True], [True, False]):
         linear, x, y, dx, dy = one_device(randn, tokens, uneven(), uneven(), bias)
-        own = slice(*split(linear.out_features, group.rank(), group.size()))
+        own = slice(*shard_range(linear.out_features, group.rank(), group.size()))
         x, dx = (tokens_of(t, group) if parallel else t for t in (x, dx))
         right = {"y": y[..., own], DX: dx, **parts_of(linear, {"weight": own, "bias": own})}
         how = linear, group, parallel, tokens, x.requires_grad_(), dy[..., own].clone()
@@ -143,7 +143,7 @@ def row_parallel_linear(group, seed):
     tokens = uneven()
     for parallel, bias in itertools.product([False, True], [False, True]):
         linear, x, y, dx, dy = one_device(randn, tokens, uneven(), uneven(), bias)
-        own = slice(*split(linear.in_features, group.rank(), group.size()))
+        own = slice(*shard_range(linear.in_features, group.rank(), group.size()))
         count = real_tokens(tokens, group) if parallel else tokens
         y, dy = (tokens_of(t, group)[:, :count] if parallel else t for t in (y, dy))
         parts = {"weight": (slice(None), own)} | ({} if group.rank() else {"bias": slice(None)})
@@ -158,7 +158,7 @@ def row_parallel_linear(group, seed):
 def draw_ids(randn, shape, vocab, world):
     """Token ids of that shape: at first those at the edges of every rank's range, then any."""
     ids = randn(shape).abs().mul(vocab).long() % vocab
-    edges = [edge for rank in range(world) for edge in split(vocab, rank, world)]
+    edges = [edge for rank in range(world) for edge in shard_range(vocab, rank, world)]
     ids.view(-1)[: 2 * world] = torch.tensor(edges) - torch.tensor([0, 1] * world)
     return ids
 
@@ -167,8 +167,9 @@ def vocab_parallel_embedding(group, seed):
     uneven, randn = draw_from(seed, group)
     P, tokens, h = group.size(), uneven(), uneven()
     for vocab, parallel in itertools.product([17, 19], [False, True]):  # 3 leaves 2, and 1
-        ids, own = draw_ids(randn, (2, tokens), vocab, P), slice(*split(vocab, group.rank(), P))
-        for pad in None, split(vocab, P - 1, P)[0]:
+        ids = draw_ids(randn, (2, tokens), vocab, P)
+        own = slice(*shard_range(vocab, group.rank(), P))
+        for pad in None, shard_range(vocab, P - 1, P)[0]:
             embedding = nn.Embedding(vocab, h, pad, _weight=randn(vocab, h))
             y, dy = embedding(ids), randn(2, tokens, h)
             y.backward(dy)
@@ -188,7 +189,7 @@ def cross_entropy(group, seed, cases, backward=False):
     logits = 3 * randn(2, tokens, vocab) + 200 * randn(2, tokens, 1)  # exp() of it is not finite
     target = draw_ids(randn, (2, tokens), vocab, group.size())
     target[-1, -2:] = -100
-    own = slice(*split(vocab, group.rank(), group.size()))
+    own = slice(*shard_range(vocab, group.rank(), group.size()))
     for smoothing, ignore, dtype, dimensions in cases:
         x, wanted = logits.to(dtype, copy=True), target.masked_fill(target == -100, ignore)
         if not smoothing and not backward:  # a padded vocabulary has logits of minus infinity

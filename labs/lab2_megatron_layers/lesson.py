@@ -61,10 +61,10 @@ from torch import nn
 
 # Copied from tp.py
 def all_reduce(x, group, op=dist.ReduceOp.SUM):
-    """The sum (or max) of x over ranks; not in place, since a forward must not change its input."""
+    """The sum (or max) of x over ranks; not in place, because autograd may still need x itself."""
     if group.size() == 1:
         return x
-    x = x.clone(memory_format=torch.contiguous_format)
+    x = x.clone(memory_format=torch.contiguous_format)  # a gradient may be a transposed view
     dist.all_reduce(x, op, group=group)
     return x
 
@@ -184,8 +184,8 @@ reduce_scatter_to_sp_region = ReduceScatterToSPRegion.apply  # (x (b, s, h), gro
 
 
 # Copied from tp.py
-def split(n, rank, world):
-    """[start, end) of the rank's share of n things: the first n % world ranks hold one more."""
+def shard_range(n, rank, world):
+    """[start, end): a rank's share of n things. The first n % world ranks have one more."""
     base, extra = divmod(n, world)
     return rank * base + min(rank, extra), (rank + 1) * base + min(rank + 1, extra)
 
@@ -246,9 +246,9 @@ class ColumnParallelLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear, group, sequence_parallel=False):
-        """This rank's part of an nn.Linear(in, out): output features split(out, rank, world)."""
+        """This rank's part of an nn.Linear(in, out): output features shard_range(out, rank, P)."""
         # exercise: column_parallel_linear
-        start, end = split(linear.out_features, group.rank(), group.size())
+        start, end = shard_range(linear.out_features, group.rank(), group.size())
         bias = keep(linear.bias, 0, start, end) if linear.bias is not None else None
         return cls(keep(linear.weight, 0, start, end), bias, group, sequence_parallel)
         # end exercise
@@ -281,9 +281,9 @@ class RowParallelLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear, group, sequence_parallel=False):
-        """This rank's part of an nn.Linear(in, out): input features split(in, rank, world)."""
+        """This rank's part of an nn.Linear(in, out): input features shard_range(in, rank, P)."""
         # exercise: row_parallel_linear
-        start, end = split(linear.in_features, group.rank(), group.size())
+        start, end = shard_range(linear.in_features, group.rank(), group.size())
         mine = linear.bias is not None and group.rank() == 0
         bias = keep(linear.bias, 0, 0, linear.out_features) if mine else None
         return cls(keep(linear.weight, 1, start, end), bias, group, sequence_parallel)
@@ -309,7 +309,7 @@ def vocab_range(vocab, rank, world):
     """
     if vocab < world:
         raise ValueError(f"{vocab} tokens cannot be cut over {world} ranks: use {vocab} ranks")
-    return split(vocab, rank, world)
+    return shard_range(vocab, rank, world)
 
 
 class VocabParallelEmbedding(nn.Module):

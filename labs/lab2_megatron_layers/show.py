@@ -12,7 +12,7 @@ from labs.kit.harness import Traffic, on_ranks, table
 from labs.kit.pictures import RANKS, draw_matrix, picture
 from labs.kit.tools import Kept
 from labs.lab2_megatron_layers.check import real_tokens, tokens_of
-from labs.lab2_megatron_layers.lesson import all_reduce, split
+from labs.lab2_megatron_layers.lesson import all_reduce, shard_range
 
 HIDDEN, FEATURES = 96, 383  # of the MLP; nothing divides 383
 VOCAB, TOKENS = 1000, 64  # of the label smoothing
@@ -123,7 +123,7 @@ def mlp_on_rank(group, lab, seed, length):
     x, dy = torch.randn(1, length, HIDDEN, requires_grad=True), torch.randn(1, length, HIDDEN)
     y = down(F.gelu(up(x)))
     y.backward(dy)
-    start, end = split(FEATURES, rank, world)
+    start, end = shard_range(FEATURES, rank, world)
     rows = []
     for way in TP, SP, SP_AGAIN:
         first = lab.ColumnParallelLinear.from_linear(up, group, sequence_parallel=way == SP_AGAIN)

@@ -63,10 +63,10 @@ IGNORE = -100  # a label that is no target: HF's and PyTorch's convention
 
 # Copied from tp.py
 def all_reduce(x, group, op=dist.ReduceOp.SUM):
-    """The sum (or max) of x over ranks; not in place, since a forward must not change its input."""
+    """The sum (or max) of x over ranks; not in place, because autograd may still need x itself."""
     if group.size() == 1:
         return x
-    x = x.clone(memory_format=torch.contiguous_format)
+    x = x.clone(memory_format=torch.contiguous_format)  # a gradient may be a transposed view
     dist.all_reduce(x, op, group=group)
     return x
 

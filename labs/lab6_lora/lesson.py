@@ -73,28 +73,28 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 # Copied from tp.py
 def all_reduce(x, group, op=dist.ReduceOp.SUM):
-    """The sum (or max) of x over ranks; not in place, since a forward must not change its input."""
+    """The sum (or max) of x over ranks; not in place, because autograd may still need x itself."""
     if group.size() == 1:
         return x
-    x = x.clone(memory_format=torch.contiguous_format)
+    x = x.clone(memory_format=torch.contiguous_format)  # a gradient may be a transposed view
     dist.all_reduce(x, op, group=group)
     return x
 
 
 # Copied from tp.py
-def split(n, rank, world):
-    """[start, end) of the rank's share of n things: the first n % world ranks hold one more."""
+def shard_range(n, rank, world):
+    """[start, end): a rank's share of n things. The first n % world ranks have one more."""
     base, extra = divmod(n, world)
     return rank * base + min(rank, extra), (rank + 1) * base + min(rank + 1, extra)
 
 
 def all_gather_along(x, dim, n, group):
-    """Every rank's share of a dimension, split(n, rank, P) -> all n: (b, s, r/P) -> (b, s, r).
+    """Every rank's shard_range(n, rank, P) of a dimension -> all n: (b, s, r/P) -> (b, s, r).
 
     Shares may differ by one, or be empty (r = 1 on 2 ranks); zeros fill each up to the
     largest.
     """
-    shares = [split(n, rank, group.size()) for rank in range(group.size())]
+    shares = [shard_range(n, rank, group.size()) for rank in range(group.size())]
     x = x.movedim(dim, 0)  # ranks are joined along dim 0
     padded = x.new_zeros(shares[0][1], *x.shape[1:])
     padded[: len(x)] = x
@@ -105,8 +105,8 @@ def all_gather_along(x, dim, n, group):
 
 
 def reduce_scatter_along(x, dim, group):
-    """The sum of all ranks' x, of which each receives its share of a dimension: split()."""
-    shares = [split(x.shape[dim], rank, group.size()) for rank in range(group.size())]
+    """The sum of all ranks' x, of which each receives its share of a dimension: shard_range()."""
+    shares = [shard_range(x.shape[dim], rank, group.size()) for rank in range(group.size())]
     x = x.movedim(dim, 0)
     parts = x.new_zeros(group.size(), shares[0][1], *x.shape[1:])
     for part, (start, end) in zip(parts, shares):
@@ -214,7 +214,7 @@ def share(tensor, dim, group):
     """A copy of the rank's share of dimension dim, or of the whole tensor if dim is None."""
     if dim is None:
         return tensor.detach().clone()
-    start, end = split(tensor.shape[dim], group.rank(), group.size())
+    start, end = shard_range(tensor.shape[dim], group.rank(), group.size())
     return tensor.detach().narrow(dim, start, end - start).clone()
 
 
@@ -247,7 +247,7 @@ class ColumnParallelLoRA(ParallelLoRA):
     def cuts(self):
         """({"lora_A": dim or None, "lora_B": dim or None}, [names of partial gradients]).
 
-        dim: the dimension of which a rank holds split(n, rank, P); None: every rank holds all.
+        dim: the dimension of which a rank holds shard_range(n, rank, P); None: all ranks hold all.
         """
         # exercise: column_lora
         cut = {"lora_A": 0 if self.way == SHARDED else None, "lora_B": 0}

@@ -29,7 +29,7 @@ GROUPS = [0, 1, 2, 3], [1, 2, 3], [2, 3], [3]  # rank 0 is another one in each
 EXACT = 1e-10
 CONTIGUOUS, ZIGZAG, TILE = finished.CONTIGUOUS, finished.ZIGZAG, finished.TILE
 PLACEMENTS = CONTIGUOUS, ZIGZAG
-split = finished.split
+shard_range = finished.shard_range
 
 
 # ---- Who holds which tokens ----------------------------------------------------------------------
@@ -46,10 +46,10 @@ def positions(group, seed):
     for world in 1, 2, 3, 4, 7:
         lengths = 2 * world * number(2, 9) + number(0, 2 * world), 2 * world - number(0, world)
         for length in (*lengths, 2 * world, 1):  # as many tokens as chunks, and fewer
-            chunks = [torch.arange(*split(length, i, 2 * world)) for i in range(2 * world)]
+            chunks = [torch.arange(*shard_range(length, i, 2 * world)) for i in range(2 * world)]
             right = {}
             for rank in range(world):
-                own = torch.arange(*split(length, rank, world))
+                own = torch.arange(*shard_range(length, rank, world))
                 right[f"{CONTIGUOUS}: what rank {rank} holds"] = own
                 own = torch.cat([chunks[rank], chunks[-1 - rank]])
                 right[f"{ZIGZAG}: what rank {rank} holds"] = own

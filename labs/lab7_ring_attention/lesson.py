@@ -65,8 +65,8 @@ TILE = 32  # queries that are multiplied by the same keys
 
 
 # Copied from tp.py
-def split(n, rank, world):
-    """[start, end) of the rank's share of n things: the first n % world ranks hold one more."""
+def shard_range(n, rank, world):
+    """[start, end): a rank's share of n things. The first n % world ranks have one more."""
     base, extra = divmod(n, world)
     return rank * base + min(rank, extra), (rank + 1) * base + min(rank + 1, extra)
 
@@ -74,14 +74,15 @@ def split(n, rank, world):
 def positions(length, rank, world, placement):
     """The positions (n,) of the tokens that a rank holds, ascending, as position ids.
 
-    CONTIGUOUS: split(length, rank, world). ZIGZAG: split() into 2 * world chunks, of which it holds
-    number rank and number 2 * world - 1 - rank. Nothing is padded: ranks may differ by one token.
+    CONTIGUOUS: shard_range(length, rank, world). ZIGZAG: shard_range() makes 2 * world chunks, of
+    which it holds number rank and number 2 * world - 1 - rank. Nothing is padded: ranks may differ
+    by one token.
     """
     # exercise: positions
     if placement == CONTIGUOUS:
-        return torch.arange(*split(length, rank, world))
-    early = torch.arange(*split(length, rank, 2 * world))
-    late = torch.arange(*split(length, 2 * world - 1 - rank, 2 * world))
+        return torch.arange(*shard_range(length, rank, world))
+    early = torch.arange(*shard_range(length, rank, 2 * world))
+    late = torch.arange(*shard_range(length, 2 * world - 1 - rank, 2 * world))
     return torch.cat([early, late])
     # end exercise
 

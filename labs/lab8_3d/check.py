@@ -22,7 +22,7 @@ from labs.kit.harness import Traffic
 from labs.kit.judge import checks
 from labs.kit.tools import noted_waits
 from labs.lab8_3d import mesh as proof
-from labs.lab8_3d.mesh import AXES, IGNORE, SAME, finished, split, tiny_config, tiny_model
+from labs.lab8_3d.mesh import AXES, IGNORE, SAME, finished, shard_range, tiny_config, tiny_model
 
 CUBE = 2, 2, 2  # dp, pp, tp
 TALL = 1, 2, 4  # more ranks in tp than KV heads: two hold the same
@@ -133,7 +133,7 @@ def loss_scale(group, seed):
         s, (_, targets) = 20, proof.random_batch(dict(zip(AXES, shape)), 2, seed)
         rows = finished.replica_rows(len(targets), groups)
         own = targets[rows, :s].clone()
-        halves = [slice(*split(len(own), m, 2)) for m in range(2)]
+        halves = [slice(*shard_range(len(own), m, 2)) for m in range(2)]
         if dp.rank():
             own[halves[1]] = IGNORE  # a microbatch without targets
         hidden = drawn((len(own), s, 32), "hidden", seed, dp.rank()).requires_grad_()
@@ -141,7 +141,7 @@ def loss_scale(group, seed):
         logits = F.linear(hidden, weight).movedim(-1, 1)
         each = F.cross_entropy(logits, own, ignore_index=IGNORE, reduction="none") / 95
         each.sum().backward()
-        part = slice(*split(s, tp.rank(), tp.size()))
+        part = slice(*shard_range(s, tp.rank(), tp.size()))
         right = {f"loss {m}": each[half].sum() for m, half in enumerate(halves)}
         right["the gradient of hidden"] = hidden.grad[:, part]
         given = {"hidden": hidden.detach()[:, part].clone().requires_grad_(), "targets": own}

@@ -120,10 +120,10 @@ def make_groups(sizes, config):
 
 # Copied from tp.py
 def all_reduce(x, group, op=dist.ReduceOp.SUM):
-    """The sum (or max) of x over ranks; not in place, since a forward must not change its input."""
+    """The sum (or max) of x over ranks; not in place, because autograd may still need x itself."""
     if group.size() == 1:
         return x
-    x = x.clone(memory_format=torch.contiguous_format)
+    x = x.clone(memory_format=torch.contiguous_format)  # a gradient may be a transposed view
     dist.all_reduce(x, op, group=group)
     return x
 
@@ -150,7 +150,7 @@ def reduce_scatter(x, group):
 
 # Copied from sp_megatron.py
 class GatherFromSPRegion(torch.autograd.Function):
-    """The paper's g. Every rank uses every token, so a token's gradient is a sum over ranks."""
+    """The paper's g. Every rank uses every token, so its gradient is the sum of the ranks'."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -182,8 +182,8 @@ reduce_scatter_to_sp_region = ReduceScatterToSPRegion.apply  # (x (b, s, h), gro
 
 
 # Copied from tp.py
-def split(n, rank, world):
-    """[start, end) of the rank's share of n things: the first n % world ranks hold one more."""
+def shard_range(n, rank, world):
+    """[start, end): a rank's share of n things. The first n % world ranks have one more."""
     base, extra = divmod(n, world)
     return rank * base + min(rank, extra), (rank + 1) * base + min(rank + 1, extra)
 
@@ -203,11 +203,11 @@ def head_range(config, rank, world):
             f"use {', '.join(map(str, works))} ranks"
         )
     if world <= kv_heads:
-        k0, k1 = split(kv_heads, rank, world)
+        k0, k1 = shard_range(kv_heads, rank, world)
         return (k0 * queries, k1 * queries), (k0, k1), 1
     replicas = world // kv_heads
     k = rank // replicas
-    q0, q1 = split(queries, rank % replicas, replicas)
+    q0, q1 = shard_range(queries, rank % replicas, replicas)
     return (k * queries + q0, k * queries + q1), (k, k + 1), replicas
 
 
@@ -268,38 +268,42 @@ def parallel_block(block, group):
 class VocabParallelCrossEntropy(torch.autograd.Function):
     """-log softmax(logits)[target] with the vocabulary cut over the ranks (Megatron-LM).
 
-    logits (n, v/P): columns [start, start + v/P); target (n): ids of the whole vocabulary. Returns
-    the loss of each token, (n). The ranks reduce three numbers per token and do not gather v.
+    logits (n, v/P): this rank's columns; target (n): ids of the whole vocabulary, or IGNORE.
+    Returns each token's loss, (n); the caller zeroes those of IGNORE. The ranks send 3 numbers for
+    each token, and no logits.
     """
 
     @staticmethod
-    def forward(ctx, logits, target, start, group):
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        peak = all_reduce(logits.max(-1, keepdim=True).values.to(wide), group, dist.ReduceOp.MAX)
+    def forward(ctx, logits, target, vocab_size, group):
+        wide = torch.promote_types(logits.dtype, torch.float32)  # float32 at least
+        peak = logits.max(-1, keepdim=True).values.to(wide)
+        peak = all_reduce(peak, group, dist.ReduceOp.MAX)
         shifted = logits - peak  # at most 0, so exp() stays finite
-        not_mine = (target < start) | (target >= start + logits.shape[-1])
-        local_target = (target - start).masked_fill(not_mine, 0)[:, None]
-        target_logit = shifted.gather(-1, local_target)[:, 0].masked_fill(not_mine, 0)
-        both = torch.stack([target_logit, shifted.exp_().sum(-1)])
-        target_logit, sum_exp = all_reduce(both, group)
-        # Save peak and sum_exp apart, since rounding a single number, peak + log(sum_exp), can
-        # change it by more than a target's whole gradient, softmax - 1
-        ctx.save_for_backward(logits, local_target, not_mine, peak, sum_exp)
+        start, end = shard_range(vocab_size, group.rank(), group.size())
+        mine = (target >= start) & (target < end)
+        known = (target >= 0) & (target < vocab_size) | (target == IGNORE)
+        # An unknown target is looked up, and gather() raises, as on one device
+        column = (target - start).masked_fill(known & ~mine, 0)[:, None]
+        target_logit = shifted.gather(-1, column)[:, 0].masked_fill(~mine, 0)
+        sum_exp = shifted.exp_().sum(-1)  # in place, since nothing needs shifted any more
+        target_logit, sum_exp = all_reduce(torch.stack([target_logit, sum_exp]), group)
+        # peak and sum_exp are saved apart: peak + log(sum_exp) at a peak of 20 is rounded by 1e-6
+        # in float32, as much as the whole gradient, softmax - 1, of a well predicted target
+        ctx.save_for_backward(logits, column, mine, peak, sum_exp)
         return sum_exp.log() - target_logit
 
     @staticmethod
     def backward(ctx, grad):  # d loss / d logits = softmax - one_hot(target): no communication
-        logits, local_target, not_mine, peak, sum_exp = ctx.saved_tensors
+        logits, column, mine, peak, sum_exp = ctx.saved_tensors
         softmax = (logits - peak).exp_().div_(sum_exp[:, None])
-        is_mine = (~not_mine[:, None]).to(softmax.dtype)  # (n, 1): 1 or 0
-        softmax.scatter_add_(-1, local_target, -is_mine)
+        softmax.scatter_add_(-1, column, -mine[:, None].to(softmax.dtype))
         return softmax.mul_(grad[:, None]).to(logits.dtype), None, None, None
 
 
-def vocab_parallel_cross_entropy(logits, target, start, group):
+def vocab_parallel_cross_entropy(logits, target, vocab_size, group):
     """Loss of each token, (b, s), from this rank's logits (b, s, v/P); 0 where target is IGNORE."""
     flat = logits.flatten(0, 1), target.flatten()
-    loss = VocabParallelCrossEntropy.apply(*flat, start, group)
+    loss = VocabParallelCrossEntropy.apply(*flat, vocab_size, group)
     return loss.view_as(target).masked_fill(target == IGNORE, 0)
 
 
@@ -307,8 +311,8 @@ def token_loss(model, hidden, targets, group):
     """Sum of the losses of every rank's tokens hidden (b, c/P, h), each with v/P columns."""
     hidden = gather_from_sp_region(hidden, group)  # (b, c, h): the head is column parallel
     logits = F.linear(hidden, model.lm_head.weight)  # (b, c, v/P)
-    start, _ = split(model.config.vocab_size, group.rank(), group.size())
-    return vocab_parallel_cross_entropy(logits, targets, start, group).sum()
+    vocab_size = model.config.vocab_size
+    return vocab_parallel_cross_entropy(logits, targets, vocab_size, group).sum()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -323,13 +327,13 @@ def parallelize(model, groups):
     Names stay HF's, nn.Identity() is other stages' parts; the last stage's head is the table.
     """
     config, tp, pp = model.config, groups["tp"], groups["pp"]
-    model.stage = split(config.num_hidden_layers, pp.rank(), pp.size())
+    model.stage = shard_range(config.num_hidden_layers, pp.rank(), pp.size())
     for i, layer in enumerate(model.model.layers):
         if i in range(*model.stage):
             parallelize_layer(layer, config, tp)
         else:
             model.model.layers[i] = nn.Identity()
-    v0, v1 = split(config.vocab_size, tp.rank(), tp.size())
+    v0, v1 = shard_range(config.vocab_size, tp.rank(), tp.size())
     embedding = VocabParallelEmbedding(model.model.embed_tokens, v0, v1, tp)
     first, last = pp.rank() == 0, pp.rank() == pp.size() - 1
     model.model.embed_tokens = embedding if first else nn.Identity()
@@ -348,7 +352,7 @@ def parallelize_layer(layer, config, group):
     """
     rank, world, d = group.rank(), group.size(), config.head_dim
     (q0, q1), (k0, k1), replicas = head_range(config, rank, world)
-    i0, i1 = split(config.intermediate_size, rank, world)
+    i0, i1 = shard_range(config.intermediate_size, rank, world)
     attention, mlp = layer.self_attn, layer.mlp
     attention.q_proj.weight = keep(attention.q_proj.weight, 0, q0 * d, q1 * d)
     attention.k_proj.weight = keep(attention.k_proj.weight, 0, k0 * d, k1 * d, replicas)
@@ -433,7 +437,7 @@ def forward_all(model, ids, targets, count, groups, microbatches):
     tp, pp = groups["tp"], groups["pp"]
     first, last, held = pp.rank() == 0, pp.rank() == pp.size() - 1, []
     for m in range(microbatches):
-        rows = slice(*split(len(ids), m, microbatches))
+        rows = slice(*shard_range(len(ids), m, microbatches))
         x = ids[rows]  # (b/M, s)
         if not first:
             x = torch.empty(len(x), x.shape[1] // tp.size(), model.config.hidden_size)
@@ -537,7 +541,7 @@ def train_step(model, ids, targets, groups, microbatches, most):
 
 def replica_rows(n, groups):
     """Which of n sequences are this replica's, a slice: all ranks of pp and tp take the same."""
-    return slice(*split(n, groups["dp"].rank(), groups["dp"].size()))
+    return slice(*shard_range(n, groups["dp"].rank(), groups["dp"].size()))
 
 
 if __name__ == "__main__":  # the lab's checks and experiments, of labs/ and of my_labs/

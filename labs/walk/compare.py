@@ -18,7 +18,7 @@ from labs.walk.record import Unfilled
 
 
 def close(a, b):
-    """Whether two tensors are equal but for rounding in float64."""
+    """Whether two tensors are equal except for rounding in float64."""
     return a.shape == b.shape and a.dtype == b.dtype and np.allclose(a, b, 1e-9, 1e-12)
 
 
@@ -26,9 +26,9 @@ def relation(parts, full):
     """How the ranks' tensors make one device's: =, d0, d1, ..., +, max; None if they do not."""
     if all(close(x, full) for x in parts):
         return "="
+    if any(x.ndim != full.ndim for x in parts):
+        return None
     for dim in range(full.ndim):
-        if any(x.ndim != full.ndim for x in parts):
-            break
         others = {x.shape[:dim] + x.shape[dim + 1 :] for x in parts}
         if len(others) == 1 and close(np.concatenate(parts, dim), full):
             return f"d{dim}"

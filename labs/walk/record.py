@@ -28,6 +28,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from labs.bugs import BUGS, load
+
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 10  # seconds that a rank waits for another: a broken script may never send
 OPS = {"allreduce": "all-reduce", "allgather": "all-gather"}  # from the names of torch's operators
@@ -66,7 +68,7 @@ class Call:
         self.line = None if parent is None else parent.running  # the line that calls
         self.module, self.phase, self.is_hf = module, phase, is_hf
         self.running = None  # the line that has begun, and has not ended
-        self.recomputation_ends = False
+        self.note = ""
 
 
 class Step:
@@ -89,7 +91,7 @@ class Source:
         self.lines = text.splitlines()
         ends = "# ---- 2", "# The lesson ends"
         self.first, self.last = (i for i, line in enumerate(self.lines, 1) if line.startswith(ends))
-        self.statement, self.functions = {}, {}
+        self.statement, self.functions, self.attributes = {}, {}, {}
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.stmt):
                 last = node.end_lineno
@@ -99,15 +101,12 @@ class Source:
                     self.statement.setdefault(line, node.lineno)
             if isinstance(node, ast.FunctionDef | ast.Lambda):
                 decorators = [d.lineno for d in getattr(node, "decorator_list", [])]
-                self.functions[min([node.lineno, *decorators])] = node
-
-    def attributes(self, first_line):
-        """The attributes that a function names, such as self.weight or parameter.grad."""
-        if first_line not in self.functions:
-            return []
-        nodes = ast.walk(self.functions[first_line])
-        dotted = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
-        return sorted(d for d in dotted if all(part.isidentifier() for part in d.split(".")))
+                first = min([node.lineno, *decorators])
+                self.functions[first] = node
+                # What it names, such as self.weight or parameter.grad
+                dotted = {ast.unparse(n) for n in ast.walk(node) if isinstance(n, ast.Attribute)}
+                dotted = [d for d in dotted if all(part.isidentifier() for part in d.split("."))]
+                self.attributes[first] = sorted(dotted)
 
 
 def same(a, b):
@@ -130,7 +129,6 @@ class Recorder(TorchDispatchMode):
         self.unfilled = {}  # by the memory's address, so that it is not given away meanwhile
         self.module_of = {}  # of a ctx: backward() has the same one as forward()
         self.sent = {}  # how many messages went to, or came from, a rank
-        self.attributes = {}
 
     def watch(self, model):
         self.modules = {id(module): name for name, module in model.named_modules()}
@@ -149,7 +147,7 @@ class Recorder(TorchDispatchMode):
                 return x.detach().numpy().copy()
         if isinstance(x, dist.ProcessGroup):
             return f"ranks {dist.get_process_group_ranks(x)}"
-        if isinstance(x, int | str | torch.dtype) or x is None:  # no float: those are times
+        if isinstance(x, int | str | torch.dtype) or x is None:  # a float would differ by rounding
             return str(x)
         return str(x) + f" of stage {x.stage}" if type(x).__name__ == "Action" else None
 
@@ -178,7 +176,7 @@ class Recorder(TorchDispatchMode):
         for name, x in frame.f_locals.items():
             if name not in ("_", "group", "ctx"):
                 found |= self.values(name, x)
-        for dotted in self.attributes[call.first_line]:
+        for dotted in self.source.attributes.get(call.first_line, []):
             base, *rest = dotted.split(".")
             x = frame.f_locals.get(base)
             if base == "ctx" or rest == ["T"]:  # ctx.saved_tensors would recompute
@@ -220,8 +218,7 @@ class Recorder(TorchDispatchMode):
             return None
         frame.f_trace_lines = is_ours
         if frame not in self.frames:  # a generator comes back with its own frame
-            call = self.enter(frame, is_hf)
-            now = {}
+            call, now = self.enter(frame, is_hf), {}
             if is_hf:
                 for name, x in frame.f_locals.items():
                     if isinstance(x, torch.Tensor):
@@ -236,14 +233,10 @@ class Recorder(TorchDispatchMode):
     def enter(self, frame, is_hf):
         """A new Call: where in the model it is, and whether in the forward or the backward."""
         parent = self.stack[-1] if self.stack else None
-        above, up = set(), frame.f_back
-        while up:
-            above.add((up.f_code.co_name, os.path.basename(up.f_code.co_filename)))
-            up = up.f_back
+        above = {above.f_code.co_name for above, _ in traceback.walk_stack(frame)}
         phase = "forward"
-        if ("_engine_run_backward", "graph.py") in above:
-            recomputes = any("recompute_fn" in name for name, _ in above)
-            phase = "recomputed" if recomputes else "backward"
+        if "_engine_run_backward" in above:
+            phase = "recomputed" if any("recompute_fn" in name for name in above) else "backward"
         owner, ctx = frame.f_locals.get("self"), frame.f_locals.get("ctx")
         inner = self.modules.get(id(frame.f_locals.get("norm")))  # g, a forward hook of a norm
         module = self.modules.get(id(owner)) or inner or (parent.module if parent else "")
@@ -253,8 +246,6 @@ class Recorder(TorchDispatchMode):
             module = self.module_of.get(id(ctx), module)
         call = self.frames[frame] = Call(len(self.frames), frame, parent, module, phase, is_hf)
         self.parent.send(call)
-        if call.first_line not in self.attributes:
-            self.attributes[call.first_line] = self.source.attributes(call.first_line)
         return call
 
     def inside(self, call, frame, event, arg):
@@ -264,15 +255,12 @@ class Recorder(TorchDispatchMode):
                 self.step(call, "line", call.running, self.variables(call, frame))
             call.running = line
         elif event == "exception" and "StopRecomputation" in arg[0].__name__:
-            call.recomputation_ends = True
+            call.note = "the recomputation ends here: autograd has all that it needs"
         elif event == "return":
             self.leave(call, frame, arg)
         return partial(self.inside, call)
 
     def leave(self, call, frame, arg):
-        note = ""
-        if call.recomputation_ends:
-            note = "the recomputation ends here: autograd has all that it needs"
         if hasattr(arg, "last_hidden_state"):
             arg = arg.last_hidden_state
         if isinstance(arg, tuple) and sum(x is not None for x in arg) == 1:  # dx, None, None
@@ -283,10 +271,10 @@ class Recorder(TorchDispatchMode):
         if call.is_hf and self.last.kind == "hf" and self.last.call == call.number:
             self.last.changed |= returned  # nothing of ours in it
         elif call.is_hf:
-            self.step(call, "hf exit", None, self.held[call.number] | returned, note)
+            self.step(call, "hf exit", None, self.held[call.number] | returned, call.note)
         else:
             now = self.variables(call, frame) | returned
-            self.step(call, "line", call.running, now, note)
+            self.step(call, "line", call.running, now, call.note)
         call.running = None
         self.stack.pop()
 
@@ -302,8 +290,8 @@ class Recorder(TorchDispatchMode):
         name = func._opname.replace("_", "")
         is_message = "c10d" in func.namespace
         op = next((op for part, op in OPS.items() if is_message and part in name), None)
-        source = 0 if op == "all-reduce" else -1  # of (out, in); an all-reduce is in place
-        sent = self.value(inputs[source]) if op else None
+        # Of (out, in); an all-reduce has one, and is in place
+        sent = self.value(inputs[0 if op == "all-reduce" else -1]) if op else None
         out = func(*args, **(kwargs or {}))
         outputs = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
         if func._opname in ("empty", "new_empty"):
@@ -356,16 +344,13 @@ def draw_constants(model):
 
 def record_rank(path, world, rank, port, setting, bug, parent):
     """Run the setting's steps as one rank, and send the parent calls, steps and an End."""
-    sys.path.insert(0, str(ROOT))
-    from labs.break_it import BUGS, load
-
     signal.alarm(4 * TIMEOUT)  # nothing hangs, whatever the script does
     names = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
     names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     names |= {"TORCHELASTIC_USE_AGENT_STORE": True}  # the parent has the store
     os.environ.update({name: str(value) for name, value in names.items()})
     torch.set_num_threads(1)
-    end, recorder = End(), Recorder(path, parent)
+    recorder, error, notes, expected = Recorder(path, parent), None, {}, []
     try:
         script = load(path)
         if bug:
@@ -373,11 +358,10 @@ def record_rank(path, world, rank, port, setting, bug, parent):
         script.PRESETS["walk"], script.LOSS_CHUNK = setting.model, setting.loss_chunk
         batches = [torch.tensor(ids) for ids in setting.batches]
         size = "--batch", str(len(batches[0])), "--length", str(batches[0].shape[1])
-        options = "--model", "walk", "--timeout", str(TIMEOUT), *size, *setting.options
-        args = script.parse(options)
+        options = "--model", "walk", "--dtype", "float64", "--timeout", str(TIMEOUT)
+        args = script.parse([*options, *size, *setting.options])
         group = script.start(args)
         args.config.update(setting.config)
-        args.dtype = "float64"
         send = partial(recorder.point_to_point, "send", dist.isend)
         receive = partial(recorder.point_to_point, "receive", dist.irecv)
         with (
@@ -393,9 +377,10 @@ def record_rank(path, world, rank, port, setting, bug, parent):
             model = script.parallelize(model, group, args)
             sys.settrace(None)
             recorder.watch(model)
-            end.expected = script.expected_traffic(model, group, args)
+            expected = script.expected_traffic(model, group, args)
             for name, p in model.named_parameters():
-                end.notes[name] = getattr(p, "shard", None), p.replicas, p.sum_over is not None
+                is_summed = p.sum_over is not None
+                notes[name] = getattr(p, "shard", None), p.replicas, is_summed
             optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
             for ids in batches:
                 sys.settrace(recorder.trace)
@@ -405,20 +390,19 @@ def record_rank(path, world, rank, port, setting, bug, parent):
                     parent.send(recorder.value(parameter))
     except (Exception, SystemExit) as problem:
         sys.settrace(None)
-        end.error = recorder.failure(problem)
-    recorder.add(end)
+        error = recorder.failure(problem)
+    recorder.add(End(error, notes, expected))
     recorder.add(None)
     with suppress(Exception):
         dist.destroy_process_group()
 
 
-class End:
+class End(NamedTuple):
     """What is known after a rank's last step."""
 
-    def __init__(self):
-        self.error = None  # (time, function, line, what it says)
-        self.notes = {}  # {parameter: (shard, replicas, whether its gradient is summed)}
-        self.expected = []  # rows of expected_traffic()
+    error: tuple | None  # (time, function, line, what it says)
+    notes: dict  # {parameter: (shard, replicas, whether its gradient is summed)}
+    expected: list  # rows of expected_traffic()
 
 
 class Recording:
@@ -429,19 +413,16 @@ class Recording:
         self.steps = [part for part in parts if isinstance(part, Step)]
         # Gradients inside of Hugging Face's code, and the new weights
         self.others = [part for part in parts if isinstance(part, np.ndarray)]
-        end = next((part for part in parts if isinstance(part, End)), None)
-        if end is None:  # the process was killed
-            end = End()
-            end.error = 0.0, "the file", 1, "the process ended"
-            if self.steps:
-                last = self.steps[-1]
-                call = self.calls[last.call]
-                end.error = last.time, call.name, last.line, "the process ended here"
-        self.error, self.notes, self.expected = end.error, end.notes, end.expected
+        error = 0.0, "the file", 1, "the process ended"  # if it was killed, there is no End
+        if self.steps:
+            last = self.steps[-1]
+            error = last.time, self.calls[last.call].name, last.line, "the process ended here"
+        ends = [part for part in parts if isinstance(part, End)]
+        self.error, self.notes, self.expected = ends[0] if ends else (error, {}, [])
 
 
 def record(path, world, setting, bug=None):
-    """A Recording of each of `world` ranks. bug: a name of break_it.BUGS, planted before."""
+    """A Recording of each of `world` ranks. bug: a name of bugs.BUGS, planted before."""
     # Held here, as torchrun does: a port that was only looked up could be taken by another process
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")  # its processes have torch already

@@ -10,22 +10,22 @@ import json
 import sys
 import types
 from difflib import SequenceMatcher
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from labs.break_it import BUGS, load
+from labs.bugs import BUGS, load
 from labs.walk.compare import OneDevice, badge, key, matched
 from labs.walk.record import ROOT, Setting, record
 
-IDS = [[5, 1, 6, 3, 10, 0, 7], [7, 3, 0, 4, 9, 2, 8], [1, 6, 6, 0, 8, 4, 3]]  # 2 is padding
+IDS = [[5, 1, 6, 3, 10, 0, 7], [7, 3, 0, 4, 9, 2, 8], [1, 6, 6, 0, 8, 4, 3]]  # 2 is padding, or 7
 SHORTER = [[3, 9, 1, 6, 0], [8, 8, 4, 1, 2], [10, 5, 0, 7, 2]]
 LONG = IDS, SHORTER  # two steps: what remains of the first would make the second wrong
 MANY = IDS + IDS[1:], SHORTER + SHORTER[1:]  # five sequences: microbatches differ in size
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "attention_factor": 1.0}
-LONGROPE |= {"short_factor": [1.0], "long_factor": [3.0]}
-LONGROPE |= {"original_max_position_embeddings": 6}
+LONGROPE |= {"short_factor": [1.0], "long_factor": [3.0], "original_max_position_embeddings": 6}
 NONE, FULL = ("--recompute", "none"), ("--loss", "full")
 BIAS = {"attention_bias": True, "mlp_bias": True}
 WINDOWS = {"sliding_window": 2}
@@ -38,8 +38,9 @@ def setting(model, batches=LONG, options=(), config=None):
 
 PLAIN = [  # (ranks, what they run): sizes that ranks do not divide, since there mistakes show
     (2, setting(("llama", 12, 9, 2, 6, 3, 11, True))),
-    (2, setting(("qwen3", 12, 9, 4, 6, 3, 11, True), config=WINDOWS)),
-    (4, setting(("qwen2", 8, 9, 1, 4, 2, 11, False), options=NONE)),  # ranks share KV heads
+    (2, setting(("qwen3", 12, 9, 4, 6, 3, 11, True), config=WINDOWS | {"pad_token_id": 7})),
+    # Ranks share KV heads; eager, since sdpa can do without num_key_value_groups
+    (4, setting(("qwen2", 8, 9, 1, 4, 2, 11, False), options=(*NONE, "--attn", "eager"))),
     (3, setting(("llama", 6, 9, 1, 3, 3, 11, False), options=(*NONE, *FULL), config=BIAS)),
     (2, setting(("llama", 4, 4, 1, 2, 2, 11, False), config={"rope_parameters": LONGROPE})),
 ]
@@ -80,7 +81,7 @@ class Difference(NamedTuple):
 
 
 def differs(a, b):
-    """Whether two values are not the same, but for rounding in float64."""
+    """Whether two values are not the same, except for rounding in float64."""
     if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)):
         return type(a) is not type(b) or a != b
     if a.shape != b.shape or a.dtype != b.dtype:
@@ -130,7 +131,7 @@ class Pair:
         for step in steps:
             self.held[id(run)].setdefault(step.call, {}).update(step.changed)
 
-    def difference(self, run, step, name, expected, found, when=None, places=(-1, -1)):
+    def difference(self, run, step, name, both, places, when=None):
         call, held = run.calls[step.call], self.held[id(run)].get(step.call, {})
         calls = [call]
         while calls[-1].is_hf and calls[-1].parent is not None:
@@ -140,7 +141,7 @@ class Pair:
         parameter = held.get(f"name of {name.split('.')[0]}", "")
         where = run is self.found, function, line, call.module, call.phase
         when = step.time if when is None else when
-        return Difference(when, self.rank, *where, name, expected, found, parameter, *places)
+        return Difference(when, self.rank, *where, name, *both, parameter, *places)
 
     def first(self):
         """The first Difference, or None."""
@@ -163,13 +164,11 @@ class Pair:
     def of_step(self, a, b, places):
         """The Difference of a step that both runs have."""
         if pair := in_messages(a.messages, b.messages):
-            return self.difference(self.found, b, "", *pair, places=places)
-        mine = self.held[id(self.right)][a.call]
-        others = self.held[id(self.found)][b.call]
+            return self.difference(self.found, b, "", pair, places)
+        mine, others = self.held[id(self.right)][a.call], self.held[id(self.found)][b.call]
         for name in dict.fromkeys([*b.changed, *a.changed]):
             if name in mine and name in others and differs(mine[name], others[name]):
-                both = mine[name], others[name]
-                return self.difference(self.found, b, name, *both, places=places)
+                return self.difference(self.found, b, name, (mine[name], others[name]), places)
         return None
 
     def of_messages(self, old, new, after, places):
@@ -177,16 +176,16 @@ class Pair:
         old, new = ([step for step in steps if step.messages] for steps in (old, new))
         for a, b in zip(old, new):
             if pair := in_messages(a.messages, b.messages):
-                return self.difference(self.found, b, "", *pair, places=places)
+                return self.difference(self.found, b, "", pair, places)
         if len(old) > len(new) and (not self.found.error or any(s.messages for s in after)):
             missing = old[len(new)]
-            when = after[0].time if after else self.found.steps[-1].time
+            when = (after or self.found.steps[-1:])[0].time
             both = told(missing.messages), "no message"
-            return self.difference(self.right, missing, "", *both, when, places)
+            return self.difference(self.right, missing, "", both, places, when)
         if len(new) > len(old):
             more = new[len(old)]
             both = "no message", told(more.messages)
-            return self.difference(self.found, more, "", *both, places=places)
+            return self.difference(self.found, more, "", both, places)
         return None
 
 
@@ -217,12 +216,10 @@ def first_difference(right, found, line_of):
 
 
 def original(path):
-    """The script that a file is, or is a copy of, by its STRATEGY. Raises ValueError if none."""
+    """The script that a file is, or is a copy of, by its STRATEGY. Raises ValueError if none,
+    SyntaxError if it is no Python."""
     text = path.read_text()
-    try:
-        compile(text, path, "exec")
-    except SyntaxError as problem:
-        raise ValueError(f"{path}, line {problem.lineno}: {problem.msg}") from problem
+    compile(text, path, "exec")
     if "\n# ---- 2" in text and "\n# The lesson ends" in text:  # what record.py looks for
         for line in text.splitlines():
             if line.startswith("STRATEGY = ") and (name := line.split('"')[1]) in SETTINGS:
@@ -230,21 +227,22 @@ def original(path):
     raise ValueError(f"{path} is no copy of {', '.join(f'{name}.py' for name in SETTINGS)}")
 
 
-def find(path, bug=None, cache=None):
+@lru_cache(6)  # for a search of several bugs
+def right_run(path, number):
+    """The right script's Recordings of a setting."""
+    return record(path, *SETTINGS[path.stem][number])
+
+
+def find(path, bug=None):
     """Where a script with a bug, or a copy with a mistake, goes wrong first: (Difference,
-    right recordings, broken recordings, what was recorded); None where nothing shows it.
-    cache: a dict that keeps right recordings, for a search of several bugs."""
+    right recordings, broken recordings, what was recorded); None where nothing shows it."""
     right_path = original(path)
-    cache = {} if cache is None else cache
     line_of = line_map(right_path, path)
     for number, (world, what) in enumerate(SETTINGS[right_path.stem]):
-        place = right_path, number
-        if place not in cache:
-            cache[place] = record(right_path, world, what)
-        found = record(path, world, what, bug)
-        difference = first_difference(cache[place], found, line_of)
+        right, found = right_run(right_path, number), record(path, world, what, bug)
+        difference = first_difference(right, found, line_of)
         if difference:
-            return difference, cache[place], found, what
+            return difference, right, found, what
     return None
 
 
@@ -291,9 +289,9 @@ def differing_numbers(expected, found):
     return f"{expected[place]:.5g}{at}", f"{found[place]:.5g}{at}"
 
 
-def facts(path, bug=None, cache=None):
+def facts(path, bug=None):
     """{what --where tells}, of a script with a bug or of a copy; {} where nothing shows it."""
-    result = find(path, bug, cache)
+    result = find(path, bug)
     if result is None:
         return {}
     difference, right, found, what = result
@@ -366,12 +364,12 @@ def main(argv):
     path = Path(argv[0] if argv else "no file")
     try:
         is_script = path.resolve() == original(path)
-    except (OSError, ValueError) as problem:
+    except (OSError, SyntaxError, ValueError) as problem:
         print(f"error: {problem}; give a copy of a script, such as my_tp.py", file=sys.stderr)
         return 2
-    cache, found = {}, {}
+    found = {}
     for bug in BUGS[path.stem] if is_script else [None]:
-        told = found[bug] = facts(path.resolve(), bug, cache)
+        told = found[bug] = facts(path.resolve(), bug)
         print(f"\n{bug}:" if bug else "", said(told), sep="\n", flush=True)
         if bug:
             told["planted"] = planted(path, bug)

@@ -85,7 +85,7 @@ function goOn() {
   const ids = Object.keys(views);
   const order = [...ids.slice(ids.indexOf(current.id)), ...ids];
   const open = order.flatMap(questionsOf).find((one) => !(one.id in answers));
-  leaveFor(open ? `#ask=${open.id}` : score());
+  leaveFor(open ? `#ask=${open.id}` : "#score");
 }
 
 function explore() {
@@ -109,7 +109,7 @@ function questionPanel() {
   const picture = question.shows && !committed ? views[question.view].sketch(parse(`#${question.shows}`)[1]) : null;
   return html("section", { class: "question", "data-key": question.id, "aria-labelledby": "ask" },
     html("p", { class: "kicker" }, `${views[question.view].title}, question ${number} of ${own.length}`,
-      html("a", { href: score(), target: "_top" }, tally())),
+      html("a", { href: "#score", target: "_top" }, tally())),
     html("h2", { id: "ask", tabindex: -1 }, question.ask),
     picture, choicePanel(),
     committed ? html("p", { class: "because", tabindex: -1 }, question.because) : null,
@@ -154,44 +154,26 @@ function choicePanel() {
   return [panel, verdict(guess.choice === right, guess.choice === right ? "" : question.options[guess.choice][1])];
 }
 
-// The score, as a link: #score&right=m1.m2&wrong=c1
-// -------------------------------------------------------------------------------------------------
+// ---- The score ----------------------------------------------------------------------------------
 
 const isRight = ({ id }) => answers[id] === true;
 const tally = () => `Score: ${QUESTIONS.filter(isRight).length} of ${QUESTIONS.length}`;
 
-function score() {
-  const ids = (right) => Object.keys(answers).filter((id) => answers[id] === right && QUESTIONS.some((one) => one.id === id)).join(".");
-  return `#score&right=${ids(true)}&wrong=${ids(false)}`;
-}
-
 function scorePanel() {
-  const read = (key) => (location.hash.match(new RegExp(`&${key}=([\\w.-]*)`)) ?? ["", ""])[1].split(".");
-  const [right, wrong] = [read("right"), read("wrong")];
   const rows = Object.values(views).map(({ id, title }) => {
     const own = questionsOf(id);
     const marks = own.map((one) => {
-      const look = right.includes(one.id) ? ["right", "✓", "right"] : wrong.includes(one.id) ? ["wrong", "✗", "not right"] : ["", "·", "open"];
+      const look = !(one.id in answers) ? ["", "·", "open"] : answers[one.id] ? ["right", "✓", "right"] : ["wrong", "✗", "not right"];
       return html("a", { class: look[0], href: `#ask=${one.id}`, "aria-label": `${one.ask} ${look[2]}` }, look[1]);
     });
-    return html("tr", {}, html("th", { scope: "row" }, title), html("td", {}, `${own.filter((one) => right.includes(one.id)).length} of ${own.length}`), html("td", { class: "dots" }, marks));
+    return html("tr", {}, html("th", { scope: "row" }, title), html("td", {}, `${own.filter(isRight).length} of ${own.length}`), html("td", { class: "dots" }, marks));
   });
-  const got = QUESTIONS.filter((one) => right.includes(one.id)).length;
-  const own = location.hash === score();
   const open = QUESTIONS.some((one) => !(one.id in answers));
-  const copy = (event) => {
-    const field = document.querySelector(".share");
-    field.select();
-    navigator.clipboard?.writeText(field.value);
-    event.target.textContent = "Copied";
-  };
   return html("section", { class: "question", "data-key": "score" },
-    html("h2", { id: "ask", tabindex: -1 }, `${own ? "Predicted, then revealed" : "Somebody's score, from a link"}: ${got} of ${QUESTIONS.length} right`),
-    html("p", {}, own ? "" : ["Not what was answered in this browser: ", html("a", { href: score() }, "your own score"), ". "], "First guesses count, and so does an answer that was shown, as not right."),
+    html("h2", { id: "ask", tabindex: -1 }, `Predicted, then revealed: ${QUESTIONS.filter(isRight).length} of ${QUESTIONS.length} right`),
+    html("p", {}, "First guesses count, and so does an answer that was shown, as not right."),
     html("table", {}, rows),
-    html("label", { class: "control" }, own ? "Your score as a link" : "That score as a link", html("input", { class: "share", readonly: true, value: location.href })),
-    html("div", { class: "after" }, button("Copy the link", copy),
-      button(open ? "To the next question" : "To the views", goToOpen, { class: "main" }),
+    html("div", { class: "after" }, button(open ? "To the next question" : "To the views", goToOpen, { class: "main" }),
       Object.keys(answers).length ? button("Forget my answers", forget) : null));
 }
 
@@ -199,7 +181,8 @@ function forget() {
   if (!confirm("Forget all your answers, and begin anew?")) return;
   for (const kept of [answers, free]) Object.keys(kept).forEach((key) => delete kept[key]);
   store();
-  leaveFor(score());
+  draw();
+  document.getElementById("ask").focus();
 }
 
 function goToOpen() {

@@ -40,15 +40,7 @@ function player(key, steps, period = 1800, format = (i) => `step ${i} of ${steps
       type: "range", min: 0, max: steps - 1, step: 1, value: at, "aria-label": "step", "data-control": key,
       "aria-valuetext": format(at), oninput: (event) => set({ [key]: Number(event.target.value) }),
     }),
-    html("output", {}, format(at)),
-    html("select", { "aria-label": "speed", title: "speed", onchange: (event) => setSpeed(Number(event.target.value)) },
-      [0.25, 0.5, 1, 2, 4].map((value) => html("option", { value, selected: value === speed }, `${value}×`))));
-}
-
-function setSpeed(value) {
-  speed = value;
-  document.documentElement.style.setProperty("--speed", value); // of what travels
-  draw();
+    html("output", {}, format(at)));
 }
 
 function move(by) {
@@ -68,7 +60,7 @@ function play() {
   if (timer) stop();
   else {
     if (atEnd()) set({ [playing.key]: 0 });
-    timer = setTimeout(tick, playing.period / speed);
+    timer = setTimeout(tick, playing.period);
   }
   draw();
 }
@@ -77,7 +69,7 @@ function play() {
 function tick() {
   move(1);
   if (atEnd()) stop();
-  else timer = setTimeout(tick, playing.period / speed);
+  else timer = setTimeout(tick, playing.period);
   draw();
 }
 

@@ -145,14 +145,6 @@ function blockInSmall(run, step, set) {
   return svg("svg", { viewBox: `0 0 ${width} 64`, class: "block", "aria-hidden": "true" }, drawn);
 }
 
-function highlights(run, layout, step, set) {
-  const names = run.moments.map((_, i) => stationOf(run, i));
-  const found = HIGHLIGHTS[layout].map(([words, phase, name]) => [words, 1 + run.moments.findIndex((moment, i) => moment[0] === phase && names[i] === name)]);
-  const chips = found.filter(([, at]) => at > 0).map(([words, at], i) =>
-    html("button", { type: "button", "aria-pressed": String(at === step), onclick: () => set({ step: at }) }, `${i + 1} ${words}`));
-  return html("div", { class: "chips", role: "group", "aria-label": "Highlights" }, chips);
-}
-
 // What happens in a moment, and why.
 function layoutWords(run, i, layout, P) {
   const [phase, before, , collective, , , wire, , k, of] = run.moments[i];
@@ -278,7 +270,6 @@ view({
       html("p", { class: "words" }, html("b", {}, words.slice(0, colon)), words.slice(colon)),
       layoutPicture(run, step, P, layout, words, set),
       blockInSmall(run, step, set),
-      highlights(run, layout, step, set),
       layoutLegend(),
       html("div", { class: "figures" },
         figure(count(total(4)), "collectives so far"),

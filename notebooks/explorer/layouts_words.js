@@ -1,4 +1,4 @@
-// What the view of layouts says: names of the steps, moments to look at first, what happens in each and why.
+// What the view of layouts says: names of the steps, what happens in each and why.
 
 // The block, in order: what its boxes say, and the steps of four_layouts.py in each; no words where some
 // layout sends a message
@@ -8,28 +8,6 @@ const STATIONS = [
   ["norm", "norm 2"], ["", "enter mlp"], ["up", "up"], ["silu", "silu"], ["down", "down"], ["", "leave mlp"], ["+", "dropout 2", "y"],
   ["", "gradients"],
 ];
-// The moments to look at first: what they show, phase, step
-const HIGHLIGHTS = {
-  tp: [
-    ["own heads", "forward", "qkv"], ["partial sums", "forward", "o"], ["all-reduce", "forward", "leave attention"],
-    ["own features", "forward", "up"], ["all-reduce", "forward", "leave mlp"], ["all-reduce of a gradient", "backward", "enter mlp"],
-  ],
-  sp: [
-    ["own tokens", "forward", "norm 1"], ["all-gather", "forward", "enter attention"], ["own heads", "forward", "qkv"],
-    ["partial sums", "forward", "o"], ["reduce-scatter", "forward", "leave attention"],
-    ["gathered again", "backward", "enter mlp"], ["gradients of the norms", "gradients", "gradients"],
-  ],
-  ulysses: [
-    ["own tokens", "forward", "norm 1"], ["all-to-all", "forward", "qkv of heads"], ["own heads", "forward", "attention of heads"],
-    ["all-to-all, back", "forward", "attention"], ["an MLP without messages", "forward", "up"],
-    ["gradients of all weights", "gradients", "gradients"],
-  ],
-  cp: [
-    ["own tokens", "forward", "norm 1"], ["keys and values go round", "forward", "keys and values"],
-    ["all tokens seen", "forward", "attention"], ["an MLP without messages", "forward", "up"],
-    ["gradients go round", "backward", "keys and values"], ["gradients of all weights", "gradients", "gradients"],
-  ],
-};
 // What happens in a step and why, by phase and step. Where layouts differ, by layout, by what is sharded
 // (weights: tp and sp; tokens alone: ulysses and cp), or of all others. Of two sentences the second is of
 // an all-reduce's second half. {part}: heads or features.

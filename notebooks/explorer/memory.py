@@ -1,8 +1,6 @@
 """What fills the memory: oom_search.py's predictions, for the explorer's memory and time."""
 
 import math
-import multiprocessing
-import threading
 from functools import partial
 from itertools import pairwise, product
 from types import SimpleNamespace
@@ -11,7 +9,6 @@ from tqdm import tqdm
 
 import oom_search
 import pp
-from labs.kit.harness import LABS
 from labs.lab11_time.plan import why_not
 
 MODELS = {
@@ -28,7 +25,6 @@ STRATEGIES = {
 # Recomputation, loss
 WAYS = [("full", "chunked"), ("none", "chunked"), ("full", "full"), ("selective", "chunked")]
 WAYS += [("offload", "chunked")]
-JOURNAL = LABS.parent / ".oom_search.jsonl"  # oom_search.py's own: what was predicted before
 SHORTEST, LONGEST = 2048, 2**20  # tokens; what is longer goes on as a straight line
 EXACT = 0.01  # how far a straight line between two lengths may be from the prediction
 MOST = 142 * 1024  # MiB, no GPU has more
@@ -63,25 +59,21 @@ def more():
                 yield name, strategy, world, *WAYS[0]
 
 
-def memory(models=tuple(ALL), old=None):
-    """Peaks by length, in MiB of each of oom_search.PARTS; of other models what `old` has of them.
+def memory():
+    """Peaks by length, in MiB of each of oom_search.PARTS.
 
     curves: for each of settings() and more(), and each rank that may need most, [[tokens, *parts],
     ...]. steps: the same at the peak inside AdamW's step, which does not depend on the length, nor
     on what is recomputed; of it the optimizer's state is there during forward and backward, too.
     Of more() there is no curve where no GPU could bear that step.
-    Anew, without the journal, all this takes hours of a laptop's core.
+    All this takes hours of a laptop's core.
     """
-    known = oom_search.read_journal(JOURNAL)
-    multiprocessing.set_forkserver_preload(oom_search.PRELOAD)
-    kept = [old[kind] if old else {} for kind in ("curves", "steps")]
-    curves, steps = ({k: v for k, v in x.items() if k.split()[0] not in models} for x in kept)
+    curves, steps = {}, {}
     asked = [(setting, True) for setting in settings()] + [(setting, False) for setting in more()]
-    asked = [(setting, exact) for setting, exact in asked if setting[0] in models]
     for (model, strategy, world, recompute, loss), exact in tqdm(asked, desc="memory"):
         ranks = oom_search.ranks_to_try(strategy, world)
         ranks = ranks if exact else sorted({ranks[0], ranks[-1]})
-        ask = partial(predict, known, model, strategy, world)
+        ask = partial(predict, model, strategy, world)
         key = f"{model} {strategy} {world}"
         if key not in steps:
             steps[key] = [ask(rank, "full", "chunked", "adamw", 64) for rank in ranks]
@@ -94,16 +86,13 @@ def memory(models=tuple(ALL), old=None):
     return told | {"parts": oom_search.PARTS, "curves": curves, "steps": steps}
 
 
-def predict(known, model, strategy, world, rank, recompute, loss, optimizer, length):
+def predict(model, strategy, world, rank, recompute, loss, optimizer, length):
     """MiB of each part at the peak of a step, as oom_search.py --at finds it."""
     name, *own = strategy.split()
     argv = ["--how", "predicted", "--optimizer", optimizer, "--loss", loss, *own]
     options = oom_search.parse([*argv, "--model", model, "--recompute", recompute])
-    case = oom_search.make_case(name, world, rank, length, options)
-    if (key := oom_search.as_key(case)) not in known:
-        known[key] = oom_search.run_case(case, options.timeout, threading.Event())
-        oom_search.append(JOURNAL, case, known[key])
-    parts = known[key]["breakdown"]
+    case = oom_search.make_case(name, world, length, options)
+    parts = oom_search.run_ranks(case, [rank])[rank]["breakdown"]
     return [round(parts[part] / 2**20) for part in oom_search.PARTS]
 
 

@@ -1,5 +1,4 @@
-// Pipelines: what every rank does when. The orders are those of pp.py's schedules; the clock here is
-// that of pp.simulate(): an action begins when its rank is free and what it needs has ended.
+// Pipelines: what every rank does when, as pp.simulate() has timed it (make_explorer.py).
 
 const SCHEDULE_NAMES = {
   afab: "all forward, all backward (GPipe)",
@@ -10,46 +9,33 @@ const SCHEDULE_NAMES = {
 const ACTION_NAMES = { F: "forward", B: "backward", W: "gradients of weights" };
 const END = 9999; // a clock beyond every end: all is done
 
-// What an action needs, by name: as pp.needs(), messages take no time
-function needs({ kind, stage, microbatch }, stages) {
-  if (kind === "F") return stage > 0 ? [`F ${stage - 1} ${microbatch}`] : [];
-  if (kind === "W") return [`B ${stage} ${microbatch}`];
-  const below = stage < stages - 1 ? [`B ${stage + 1} ${microbatch}`] : [];
-  return [`F ${stage} ${microbatch}`, ...below];
-}
-
-// [{rank, kind, stage, microbatch, begin, end}] of every rank's order of actions: "F0F1B0"; with
-// several stages a rank "F01F11B01", the second digit is the rank's stage. time: of each kind
-function replay(orders, stages, time) {
-  const P = orders.length;
-  const todo = orders.map((order, rank) => order.match(stages > P ? /.../g : /../g).map((name) => {
-    const [microbatch, own = 0] = [...name.slice(1)].map((digit) => parseInt(digit, 16));
-    return { kind: name[0], stage: rank + P * own, microbatch };
-  }));
-  const [next, clock, ended, rows] = [Array(P).fill(0), Array(P).fill(0), new Map(), []];
-  for (let moved = true; moved; ) {
-    moved = false;
-    todo.forEach((actions, rank) => {
-      for (; next[rank] < actions.length; next[rank]++) {
-        const action = actions[next[rank]];
-        const needed = needs(action, stages);
-        if (!needed.every((name) => ended.has(name))) break;
-        const begin = Math.max(clock[rank], ...needed.map((name) => ended.get(name)));
-        const end = begin + time[action.kind];
-        clock[rank] = end;
-        ended.set(`${action.kind} ${action.stage} ${action.microbatch}`, end);
-        rows.push({ rank, ...action, begin, end });
-        moved = true;
-      }
+// [{rank, kind, stage, microbatch, begin, end}] of the ranks' lines: "F0F1..B0", where a dot is a unit of idle
+// time. With several stages a rank "F01F11.B01": the last digit is the rank's stage. time: of each kind
+function rowsOf(lines, time) {
+  return lines.flatMap((line, rank) => {
+    let end = 0;
+    return line.match(/\.|[FBW][0-9a-f]+/g).flatMap((name) => {
+      const begin = end;
+      end += name === "." ? 1 : time[name[0]];
+      const [microbatch, own = 0] = [...name.slice(1)].map((digit) => parseInt(digit, 16));
+      return name === "." ? [] : { rank, kind: name[0], stage: rank + lines.length * own, microbatch, begin, end };
     });
-  }
-  return rows;
+  });
 }
 
 // Of the costs F:B:W of a rank's layers; a schedule without W has it in B. In units of 1 / V.
 function actionTimes(schedule, costs) {
   const [F, B, W] = costs.split(":").map(Number);
   return schedule === "zb" ? { F, B, W } : { F, B: B + W };
+}
+
+// What Python has of a setting, with its rows
+function scheduled({ schedule, P, M, V, costs }) {
+  const time = actionTimes(schedule, costs);
+  const { in_flight: most, ...timed } = DATA.pipelines.schedules[`${schedule} ${P} ${M} ${V}`];
+  const found = timed[Object.values(time).join(":")];
+  const rows = rowsOf(found.lines, time);
+  return { ...found, rows, time, most, total: Math.max(...rows.map((row) => row.end)), last: time.W ? "W" : "B" };
 }
 
 // (stage, microbatch) pairs of a rank whose activations it holds at that time
@@ -138,20 +124,16 @@ function timeline(rows, { P, M, V, clock, unit, follow, most, last, words, total
   return html("div", { class: "scroll" }, drawn);
 }
 
-// What the ranks do at that time, and what those wait for that wait
-function momentWords(rows, P, clock, total, unit, stages) {
+// What the ranks do at that time, and what those wait for that wait: F for the rank before, B for the one after
+function momentWords(rows, P, clock, total, unit) {
   if (clock >= total) return `All is done after ${forwards(total, unit)} forwards.`;
-  const ends = Object.fromEntries(rows.map((row) => [`${row.kind} ${row.stage} ${row.microbatch}`, row]));
   const [work, wait, done] = [[], [], []];
   for (let rank = 0; rank < P; rank++) {
-    const own = rows.filter((row) => row.rank === rank && row.end > clock);
-    const next = own[0];
+    const next = rows.find((row) => row.rank === rank && row.end > clock);
     if (!next) done.push(rank);
     else if (next.begin <= clock) work.push(`rank ${rank} computes ${next.kind}${next.microbatch}`);
-    else {
-      const late = needs(next, stages).map((name) => ends[name]).reduce((a, b) => (b.end > a.end ? b : a));
-      wait.push(`rank ${rank} waits for rank ${late.rank}'s ${late.kind === "F" ? "activations" : "gradient"} of microbatch ${late.microbatch}`);
-    }
+    else if (next.kind === "F") wait.push(`rank ${rank} waits for rank ${(rank + P - 1) % P}'s activations of microbatch ${next.microbatch}`);
+    else wait.push(`rank ${rank} waits for rank ${(rank + 1) % P}'s gradient of microbatch ${next.microbatch}`);
   }
   const more = wait.length > 2 ? [`${wait.length - 2} more ${wait.length > 3 ? "wait" : "waits"}`] : [];
   const finished = done.length ? [`done: ${done.map((rank) => `rank ${rank}`).join(", ")}`] : [];
@@ -184,12 +166,9 @@ view({
   sketch({ schedule, P, M: wanted, V: stages, costs, step }) {
     const M = fitting(schedule, P, wanted);
     const V = schedule === "interleaved" ? stages : 1;
-    const found = DATA.pipelines.schedules[`${schedule} ${P} ${M} ${V}`];
-    const time = actionTimes(schedule, costs);
-    const rows = replay(found.orders, P * V, time);
-    const total = Math.max(...rows.map((row) => row.end));
+    const { rows, time, total, last } = scheduled({ schedule, P, M, V, costs });
     const begun = rows.filter((row) => row.begin < step);
-    const told = { P, M, V, clock: step, unit: V * time.F, follow: -1, last: time.W ? "W" : "B", total };
+    const told = { P, M, V, clock: step, unit: V * time.F, follow: -1, last, total };
     const words = `What the ${P} ranks have begun: ${[...Array(P).keys()].map((rank) => `rank ${rank} ${begun.filter((row) => row.rank === rank).map((row) => row.kind + row.microbatch).join(" ") || "nothing"}`).join("; ")}`;
     const drawn = timeline(begun, { ...told, words }, null);
     return html("div", {}, drawn, timelineKeys(Object.keys(time), V, drawn));
@@ -199,21 +178,13 @@ view({
     const M = (state.M = fitting(schedule, P, state.M));
     const follow = state.follow < M ? state.follow : -1;
     const V = schedule === "interleaved" ? state.V : 1;
-    const found = DATA.pipelines.schedules[`${schedule} ${P} ${M} ${V}`];
-    const time = actionTimes(schedule, costs);
-    const rows = replay(found.orders, P * V, time);
-    const total = Math.max(...rows.map((row) => row.end));
+    const { rows, time, total, last, most, bubble: idle, formula } = scheduled({ schedule, P, M, V, costs });
     if (state.step >= total) state.step = END; // so that a longer timeline is done, too
     const [clock, unit] = [Math.min(state.step, total), V * time.F];
-    const busy = rows.reduce((sum, { begin, end }) => sum + end - begin, 0);
-    const which = Object.keys(DATA.pipelines.costs).indexOf(costs);
-    const words = momentWords(rows, P, clock, total, unit, P * V);
-    const formula = formulaWords(schedule, P, M, V, costs);
-    const idle = 1 - busy / (P * total);
-    const most = found.in_flight;
+    const words = momentWords(rows, P, clock, total, unit);
     say(words);
     const costNames = Object.fromEntries(Object.entries(DATA.pipelines.costs).map(([ratio, why]) => [ratio, `${ratio} (${why})`]));
-    const told = { P, M, V, clock, unit, follow, most, last: time.W ? "W" : "B", total };
+    const told = { P, M, V, clock, unit, follow, most, last, total };
     const drawn = timeline(rows, { ...told, words: `Timeline of ${SCHEDULE_NAMES[schedule]}, ${P} ranks, ${M} microbatches: bubble ${percent(idle)}. ${words}` }, set);
     root.append(
       html("div", { class: "controls dense" },
@@ -229,13 +200,12 @@ view({
       timelineKeys(Object.keys(time), V, drawn),
       html("div", { class: "figures" },
         figure(percent(idle), "bubble: part of the time that a rank waits"),
-        figure(percent(found.formula[which]), found.formula[which] === null ? `no closed form: ${M < P ? "fewer microbatches than ranks" : "W is the longest"}` : `by the formula ${formula}`),
+        figure(percent(formula), formula === null ? `no closed form: ${M < P ? "fewer microbatches than ranks" : "W is the longest"}` : `by the formula ${formulaWords(schedule, P, M, V, costs)}`),
         figure(forwards(total, unit), "forwards, all in all"),
         figure(`${Math.max(...most)}${V > 1 ? ` × 1/${V}` : ""} of ${M}`, `microbatches in flight, at most${V > 1 ? `, in 1/${V} of a rank's layers` : ""}`)),
       html("p", { class: "note" },
         "In flight: microbatches whose activations a rank holds for their backward. Messages take no time here. ",
-        `${schedule === "zb" ? "B is the gradient of the input, W those of the weights" : "This schedule runs W inside of B"}; `,
-        "orders, formula and simulator are those of pp.py, with 1:1:1: ",
-        html("code", {}, `python pp.py --mode schedule --schedule ${schedule} --ranks ${P} --microbatches ${M}${V > 1 ? ` --virtual-stages ${V}` : ""} --recompute none`)));
+        `${schedule === "zb" ? "B is the gradient of the input, W those of the weights" : "This schedule runs W inside of B"}. `,
+        "The same as text, with 1:1:1: ", html("code", {}, `python labs/schedules.py --schedule ${schedule} --ranks ${P} --microbatches ${M}${V > 1 ? ` --virtual-stages ${V}` : ""} --recompute none`)));
   },
 });

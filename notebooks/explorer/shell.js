@@ -5,8 +5,6 @@
 //   state   the defaults; the fragment holds what differs from them: #memory&P=8
 //   values  {key: [what it may be]}; anything else in a fragment is passed over
 //   bare    the key whose value stands in the fragment by itself: #layouts&sp
-//   before  {word of an older link: what it is now}
-//   aside   whether only other views lead to it
 //   sketch  (state): what a question shows of it, if some question does
 //   draw    (root, state, set): fills the empty root; set({P: 8}) changes the state and draws again
 // draw makes everything anew each time, and morph() changes what is on the page into that, so that
@@ -14,7 +12,6 @@
 // as attributes, html("button", {onclick: ...}), never by addEventListener.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
-const STILL = matchMedia("(prefers-reduced-motion: reduce)");
 const NARROW = matchMedia("(max-width: 1000px)");
 const LOW = matchMedia("(min-width: 600px) and (max-height: 500px)"); // a phone on its side: two columns
 const DARK = matchMedia("(prefers-color-scheme: dark)");
@@ -32,7 +29,6 @@ const LINKS = {
   "lab 11": "../labs/lab11_time/README.md",
   "the labs": "../labs/README.md",
   "notebook 5": "../notebooks/5_pipeline.ipynb",
-  "notebook 7": "../notebooks/7_break_it.ipynb",
   glossary: "../labs/notes/glossary.md",
 };
 const RANK = "One of the processes that train together, usually one on each GPU, numbered from 0. Each has memory of its own; " +
@@ -43,10 +39,8 @@ let state = {}; // its state
 const last = {}; // {view: its fragment when it was left}
 let playing = null; // {key, steps, period} of the player in the view, if it has one
 let timer = null; // runs while it plays
-let speed = 1; // of what plays
 
-// Elements
-// -------------------------------------------------------------------------------------------------
+// ---- Elements -----------------------------------------------------------------------------------
 
 function fill(element, attributes, children) {
   element.handlers = {};
@@ -117,8 +111,7 @@ function morph(old, fresh) {
   if ("value" in fresh && old.value !== fresh.value) old.value = fresh.value; // after min, max, options
 }
 
-// Numbers and words
-// -------------------------------------------------------------------------------------------------
+// ---- Numbers and words --------------------------------------------------------------------------
 
 const count = (n) => Math.round(n).toLocaleString("en-US"); // 1,234
 const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
@@ -146,8 +139,7 @@ function entry(fill, words, attributes = {}) {
   return html("span", attributes, svg("svg", { viewBox: "0 0 26 16", "aria-hidden": "true" }, box), words);
 }
 
-// The state, the fragment and the page
-// -------------------------------------------------------------------------------------------------
+// ---- The state, the fragment and the page -------------------------------------------------------
 
 function view(definition) {
   views[definition.id] = definition;
@@ -159,8 +151,7 @@ function parse(fragment) {
   const found = Object.hasOwn(views, id) ? views[id] : Object.values(views)[0];
   const read = { ...found.state };
   if (!Object.hasOwn(views, id)) return [found, read];
-  for (const given of words) {
-    const word = found.before?.[given] ?? given;
+  for (const word of words) {
     const [key, text] = word.includes("=") ? word.split("=", 2) : [found.bare, word];
     if (!Object.hasOwn(read, key ?? "")) continue;
     const number = typeof found.state[key] === "number";
@@ -253,8 +244,7 @@ function show() {
   [current, state] = parse(asked ? `#${asked.view}` : location.hash);
   ask(asked ?? (location.hash.includes("&") ? null : nextQuestion(current.id)));
   restore(history.state);
-  const shown = Object.values(views).filter(({ id, aside }) => !aside || id === current.id);
-  const links = shown.map(({ id, title }) =>
+  const links = Object.values(views).map(({ id, title }) =>
     html("a", { href: last[id] ?? `#${id}`, "aria-current": id === current.id && !location.hash.startsWith("#score") ? "page" : null }, title));
   const nav = document.querySelector("nav");
   const within = nav.contains(document.activeElement); // its links are made anew: the focus stays on the one
@@ -282,10 +272,8 @@ DARK.addEventListener("change", paint);
 addEventListener("storage", paint);
 addEventListener("hashchange", show);
 addEventListener("resize", () => draw());
-STILL.addEventListener("change", () => draw());
 
-// Tips: beside what they explain; on a narrow page at its other edge. A tap shows one, a tap elsewhere hides it.
-// -------------------------------------------------------------------------------------------------
+// ---- Tips: beside what they explain; on a narrow page at its other edge. A tap shows one, a tap elsewhere hides it. 
 
 // What a press gives the focus it has pointed at before: the picture around it has nothing to say then.
 function showTip(event) {

@@ -116,7 +116,6 @@ view({
   lead: "How long a training step takes and what fills it, by lab 11's model, and how far such predictions were off where others measured.",
   course: ["lab 11"],
   bare: "strategy",
-  before: { "nodes=1": "P=8", "nodes=2": "P=16", "nodes=4": "P=32" },
   state: { strategy: "sp", model: "llama-3.1-8b", gpu: "h100", P: 16, network: "measured", length: 131072, count: 16 },
   values: {
     strategy: Object.keys(DATA.time.strategies), model: DATA.time.models, gpu: DATA.time.gpus, P: DATA.time.ranks,

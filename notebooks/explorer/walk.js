@@ -72,8 +72,7 @@ function badgeOf(mark, alone, shape) {
     sign ? svg("svg", { viewBox: "0 0 26 11", "aria-hidden": "true" }, sign) : null, words);
 }
 
-// Code
-// -------------------------------------------------------------------------------------------------
+// ---- Code ---------------------------------------------------------------------------------------
 
 // The calls from train_step to a call
 function stack(calls, call) {
@@ -124,8 +123,7 @@ function codePanel(data, step, waits, marks, looked, set) {
   return html("section", { class: "code", "aria-label": "Code" }, html("div", { class: "stack" }, above), title, html("div", { class: "lines", tabindex: 0 }, lines));
 }
 
-// Ranks
-// -------------------------------------------------------------------------------------------------
+// ---- Ranks --------------------------------------------------------------------------------------
 
 const MEANING = {
   "reduce-scatter": "each rank receives its own part of every rank's tensor, and adds",
@@ -229,8 +227,7 @@ function strip(data, at) {
     }));
 }
 
-// Going elsewhere
-// -------------------------------------------------------------------------------------------------
+// ---- Going elsewhere ----------------------------------------------------------------------------
 
 const depth = (data, at) => {
   const rank = data.ends ? state.follow : 0;
@@ -279,9 +276,8 @@ function bugPanel(data, at, set) {
   const solved = blamed !== null && blamed >= wrong && blamed <= wrong + 3;
   const said = blamed === null ? "One of break_it.py's bugs is in this run. At which line does a rank first hold, or send, what it should not?"
     : blamed < wrong ? "Not yet: so far all is as in the right run. Go on." : solved ? "Right." : "It goes wrong before this line. Go back.";
-  const report = `bugs&${state.script}&bug=${Object.keys(data.bugs)[state.bug - 1]}`;
   return html("div", { class: "find" }, html("p", { role: "status" }, html("b", {}, said),
-    solved ? [` Rank ${rank}, line ${line} in ${name}: ${variable} should be “${expected}”, and is “${found}”. ${data.bug.about} `, html("a", { href: `#${report}` }, "What the report says of it")] : null),
+    solved ? [` Rank ${rank}, line ${line} in ${name}: ${variable} should be “${expected}”, and is “${found}”. ${data.bug.about}`] : null),
     solved ? null : button("It goes wrong here", () => { blamed = at; draw(); }),
     solved ? null : button("Show me", () => { blamed = wrong; set({ at: wrong, follow: data.ends ? rank : 0, look: -1 }); }));
 }
@@ -336,7 +332,7 @@ view({
           data.ends ? null : html("div", { class: "head one", title: "what one device holds here, found at the same line of its run" }, "one device"),
           looked >= 0 ? html("p", { class: "note" }, `The variables of ${shown.calls[looked][0]}, which calls. `, button("Back to the line", "", () => set({ look: -1 }))) : null,
           data.ends ? columnsApart(data, places, at, looked, rank) : rowsTogether(data, at, looked >= 0 ? looked : step.call),
-          html("p", { class: "note" }, data.ends ? "✓: one device's run has this very tensor. Lengths in the strip are times; here a line takes one step. " : "Badges: found by comparing with a run of one device, at the same line. ",
+          html("p", { class: "note" }, data.ends ? "✓: one device's run has this very tensor. The ranks' lines come in the order in which they have run. " : "Badges: found by comparing with a run of one device, at the same line. ",
             "Green is positive, purple negative. Framed: what has just changed, with its changed cells underlined."))));
     requestAnimationFrame(() => {
       const panel = document.querySelector(".code .lines");

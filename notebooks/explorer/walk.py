@@ -13,7 +13,7 @@ import re
 import numpy as np
 
 import pp
-from labs.break_it import BUGS
+from labs.bugs import BUGS
 from labs.walk.compare import OneDevice, badge, close, key
 from labs.walk.record import ROOT, Setting, Source, Unfilled, record
 from labs.walk.where import first_difference, in_words
@@ -44,8 +44,7 @@ def is_tensor(x):
     return isinstance(x, np.ndarray | Unfilled)
 
 
-# What is worth a step
-# --------------------------------------------------------------------------------------------------
+# ---- What is worth a step ------------------------------------------------------------------------
 
 OF_EACH_PARAMETER = re.compile(r"\s*for (p|parameter) in ")
 ONE_BLOCK = re.compile(r"input_layernorm|self_attn|\.(k|v)_proj")  # of 4 ranks: attention
@@ -92,8 +91,7 @@ def kept_steps(recording, source, only=None):
     return kept
 
 
-# Packing
-# --------------------------------------------------------------------------------------------------
+# ---- Packing -------------------------------------------------------------------------------------
 
 
 def pieces(rank, world, message, sent):
@@ -198,7 +196,7 @@ def packed_together(recordings, one, pack, sharing=1, only=None):
 
 def number(x):
     """A tensor, but for rounding and the sign of zero."""
-    return x.shape, (np.round(x, 9) + 0.0).tobytes()
+    return x.shape, (np.round(x + 0, 9) + 0.0).tobytes()
 
 
 def packed_apart(recordings, one, pack):
@@ -244,41 +242,19 @@ def packed_apart(recordings, one, pack):
     return tracks, [[place for place, *_ in steps] for steps in kept], odd
 
 
-def clock(tracks):
-    """When each step of each rank ends, if a line takes a tick and a message none: a receive ends
-    after its send, an all-reduce when all ranks are there."""
-    ends, sent, met = [[] for _ in tracks], {}, {}
-    counts = [{} for _ in tracks]
-    while any(len(mine) < len(steps) for mine, steps in zip(ends, tracks)):
-        for rank, (mine, steps) in enumerate(zip(ends, tracks)):
-            while len(mine) < len(steps):
-                tick, waits, count = (mine[-1] if mine else -1) + 1, False, dict(counts[rank])
-                for op, _, _, ((source, to, _), *_), *_ in messages_of(steps[len(mine)]):
-                    place = op if op == "all-reduce" else (source, to)
-                    nth = count[op, place] = count.get((op, place), -1) + 1
-                    if op == "send":
-                        sent[place, nth] = tick
-                    elif op == "receive":
-                        waits |= (place, nth) not in sent
-                        tick = max(tick, sent.get((place, nth), 0) + 1)
-                    else:
-                        met.setdefault(nth, {})[rank] = tick
-                        waits |= len(met[nth]) < len(tracks)
-                        tick = max(met[nth].values())
-                if waits:
-                    break
-                counts[rank] = count
-                mine.append(tick)
-    return ends
+def moments(recordings, places):
+    """Of each rank when its steps have run: their places among all ranks' steps. A line that sends
+    counts when it begins, since its message may come before it has ended."""
+    times = []
+    for rank, (recording, own) in enumerate(zip(recordings, places)):
+        for place in own:
+            sends = any(m["op"] == "send" for m in recording.steps[place].messages)
+            times.append((recording.steps[place - sends].time, rank, place))
+    order = [rank for _, rank, _ in sorted(times)]
+    return [[i for i, r in enumerate(order) if r == rank] for rank in range(len(recordings))]
 
 
-def messages_of(cells):
-    """[(op, how, bytes, pieces)] of a packed step of ranks apart."""
-    return [(op, how, size, parts[0]) for op, how, size, parts in (cells[5:6] or [[]])[0]]
-
-
-# Landmarks, and all of it together
-# --------------------------------------------------------------------------------------------------
+# ---- Landmarks, and all of it together -----------------------------------------------------------
 
 PARTS = {  # by what stands in a function's or module's name; the first that fits
     "sum_gradients": "gradient sums", "grad_norm": "gradient norm",
@@ -322,8 +298,7 @@ def landmarks(recording, places, source):
 def spans(recording, places, rank):
     """[rank, action, its first and last place in the page's steps] of pp.py's actions."""
     found = []
-    functions = "Pipeline.forward", "Pipeline.backward", "Pipeline.add_weight_gradients"
-    inside = {c.number: c.number for c in recording.calls if c.name in functions}
+    inside = {c.number: c.number for c in recording.calls if c.name == "Pipeline.compute"}
     names = {}
     for call in recording.calls:  # what an action calls belongs to it
         if call.parent in inside:
@@ -360,7 +335,7 @@ def packed(script, pack, ranks, one, setting, only=None):
     run = {"P": len(ranks), "ends": None, "spans": [], "timeline": [], "marks": []}
     if script == "pp":
         run["tracks"], places, odd = packed_apart(ranks, one, pack)
-        run["ends"], run["timeline"] = clock(run["tracks"]), timeline(setting)
+        run["ends"], run["timeline"] = moments(ranks, places), timeline(setting)
         for rank, (recording, of) in enumerate(zip(ranks, places)):
             run["spans"] += spans(recording, of, rank)
         run["calls"] = [pack.calls(r) for r in ranks]

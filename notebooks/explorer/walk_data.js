@@ -5,7 +5,7 @@
 //           a change: [variable, value or one for each rank, badge, what one device holds]
 //           a message: [collective, sum or max, bytes, [[from, what comes], ...] of each rank]
 // Ranks that run the same lines share a track, and a moment is a step. Those of pp.py have a track each, and
-// `ends` says when each step ends, on a clock on which a line takes one tick and a message none.
+// `ends` has the moment of each step: at a moment one rank runs a line.
 
 const unpacked = {}; // {script: its data, or a promise of it}
 
@@ -50,12 +50,13 @@ function stepOf(data, rank, i) {
   };
 }
 
-// Where a rank is at a moment: [its last step, whether it waits in the next]
+// Where a rank is at a moment: [its last step, whether it waits for a message in the next]
 function placeOf(data, rank, at) {
   if (!data.ends) return [at, false];
   const ends = data.ends[rank];
   const i = Math.max(0, ends.findLastIndex((end) => end <= at));
-  return [i, i + 1 < ends.length && at > ends[i] && ends[i + 1] > at];
+  const messages = data.tracks[rank][i + 1]?.[5] ?? [];
+  return [i, at > ends[i] && messages.some(([op]) => op !== "send")];
 }
 
 // The variables of a call as of a step, what changed last first; before: what it held until then
