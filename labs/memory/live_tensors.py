@@ -34,7 +34,7 @@ class LiveTensors(TorchDispatchMode):
         self.peak, self.peak_moment, self.peak_blocks = 0, "forward", []
         self.at_peak = False  # nothing was released since the peak
         self.in_backward = False
-        self.otherwise = "forward"  # what runs where no backward does
+        self.moment = "forward"  # what runs where no backward does
         self.shapes = {}  # of run_by_shape()
         resize, storage = torch.UntypedStorage.resize_, torch.UntypedStorage
         storage.resize_ = lambda *sizes: self.resized(*sizes) or resize(*sizes)
@@ -86,7 +86,7 @@ class LiveTensors(TorchDispatchMode):
         self.now += size
         if self.now > self.peak:
             self.peak, self.at_peak = self.now, True
-            self.peak_moment = "backward" if self.in_backward else self.otherwise
+            self.peak_moment = "backward" if self.in_backward else self.moment
 
     def remove(self, key):
         if self.at_peak:  # the first release since a new peak: everything is still there
@@ -109,10 +109,14 @@ class LiveTensors(TorchDispatchMode):
         """In bytes. A GPU's allocator also knows what kernels took for themselves."""
         return torch.cuda.max_memory_allocated() if self.device == "cuda" else self.peak
 
+    def enter(self, moment):
+        """From now on "forward", or "optimizer step", runs where no backward does."""
+        self.moment = moment
+
     def restart_peak(self):
         """Begin a new peak with what is alive now; returns the old one."""
         old = self.allocated_peak()
-        self.peak, self.at_peak, self.peak_moment = self.now, True, self.otherwise
+        self.peak, self.at_peak, self.peak_moment = self.now, True, self.moment
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         return old

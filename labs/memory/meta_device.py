@@ -23,13 +23,14 @@ class MetaStream(torch.cpu.Stream):
     stream_id = device_index = device_type = 0
 
 
-def use_meta(args, capability, kernels):
+def use_meta(args, capability):
     """Have a script compute nothing: its tensors are meta, and nobody reads their values.
 
-    args: its arguments. The attention of a GPU of this compute capability notes in `kernels`
-    what it is.
+    args: its arguments. Returns a set, in which the attention of a GPU of this compute capability
+    notes what it is.
     """
-    args.device, args.source = torch.device("meta"), None  # weights of the right shape will do
+    kernels = set()
+    args.device, args.weights = torch.device("meta"), None  # weights of the right shape will do
     args.config.rope_parameters |= {"rope_type": "default"}  # a dynamic one reads positions
     attend = partial(attention, capability, kernels)
     ATEN.impl("scaled_dot_product_attention", attend, "AutogradMeta", allow_override=True)
@@ -39,6 +40,7 @@ def use_meta(args, capability, kernels):
     device = {"current_device": lambda: 0, "current_stream": lambda *_: MetaStream()}
     torch.meta = SimpleNamespace(**vars(torch.cpu) | device)
     FSDPParamGroup._validate_no_meta_params = lambda self: None
+    return kernels
 
 
 def host_memory():

@@ -283,7 +283,7 @@ def save_memory(script, model, group, args, recompute, tile=None, chunks=1, hook
         layer.self_attn = ChunksOfHeads(parts) if chunks > 1 else parts[0]
     if tile is not None and hasattr(model, "pipeline"):  # each stage is a decoder of its own
         for stage in model.pipeline.stages.values():
-            lab10.tile_norm(stage.decoder, tile)
+            lab10.tile_norm(stage, tile)
         join_tiles(model.pipeline)
 
 
