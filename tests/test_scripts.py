@@ -222,6 +222,15 @@ def test_what_a_schedule_sends(ranks, schedule):
         assert sum(row["bytes"] for row in sends) == boundary * boundaries
 
 
+def test_a_schedule_that_would_hang_is_refused(ranks):
+    order = (
+        'Action("{}", rank, m)\n    for m in range(M):\n        yield Action("{}", rank, m)\n\n\n'
+    )
+    put = {f"{order}def one".format("F", "B"): f"{order}def one".format("B", "F")}
+    run = ranks(2, "pp.py --length 8 --schedule afab", put)
+    assert 2 in run.codes and "wait for each other for ever" in run.output, run.output
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("afab", marks=pytest.mark.slow)])
 def test_torch_runs_the_same_stages(ranks, schedule):
     options = f"--mode all --length 37 --bench-iters 1 --model even --schedule {schedule}"
