@@ -155,7 +155,7 @@ def test_sources_are_shown_whole(site, pages, page):
     numbered = [f"{number}{line}\n" for number, line in enumerate(text.splitlines(), 1) if line]
     lines = re.findall(r"^[<>] (.*\S)", text, re.M) if "diff" in page else numbered
     assert len(lines) > 100 and [line for line in lines if line not in shown] == []
-    assert "diff" in page or "loss-and-step" in pages[page].ids
+    assert "diff" in page or "loss-and-training" in pages[page].ids
 
 
 @pytest.mark.ci
