@@ -3,8 +3,9 @@
 The lesson is the first 590 lines, to "The lesson ends here". Begin at one_f_one_b() and
 Pipeline.run(). The rest proves and measures; sections 5 and 6 are the same in all four scripts.
 
-Each of P ranks holds some of the layers, a stage, and sends hidden states on. There are b sequences
-of s tokens, h is hidden_size; every rank has all ids and labels. With P = 2 and 8 layers:
+Each of P ranks holds some of the layers, a stage (or V of them), and sends hidden states on. There
+are b sequences of s tokens, h is hidden_size; every rank has all ids and labels. With P = 2 and 8
+layers:
 
     rank 0: embedding, layers 0..3          rank 1: layers 4..7, norm, head, loss
         ids (b, s)
@@ -23,8 +24,8 @@ afab: all forward, all backward.
 1f1b: one forward, one backward. It takes as long as afab, and keeps fewer microbatches.
     rank 0   F0 F1 .  .  B0 -- F2 B1 -- F3 B2 -- .  B3 --
     rank 1   .  F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .  .
-interleaved: a rank has V = 2 stages (rank 0 has layers 0, 1 and 4, 5; small letters are its
-second stage). Each stage is half as long, so a column is half as much time.
+interleaved: a rank has V = 2 stages (rank 0 has layers 0, 1 and 4, 5; lower case: its second
+stage). Each stage is half as long, so a column is half as much time.
     rank 0   F0 F1 f0 f1 F2 .  b0 -- F3 b1 -- f2 B0 -- f3 B1 -- .  b2 -- .  b3 -- B2 -- B3 --
     rank 1   .  F0 F1 f0 b0 -- f1 b1 -- F2 B0 -- F3 B1 -- f2 b2 -- f3 b3 -- B2 -- B3 -- .  .
 zb: the backward is cut in two. B computes the gradient of the stage's input, for which the
@@ -33,9 +34,9 @@ rank needs. F, B and W take about equally long (B twice as long with --recompute
     rank 0   F0 F1 .  B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
     rank 1   .  F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
 
-Let F, B and W be the times of a microbatch in all stages of a rank, W = 0 except for zb. A rank
-works for M (F+B+W). If M >= P, W <= F and B, messages take no time and all stages take equally long
-(in fact the last has head and loss, too), its idle time is:
+F, B, W: a rank's times for one microbatch, all its stages together. Without zb, B is the whole
+backward, and W = 0. A rank works for M (F+B+W). If M >= P, W <= F, W <= B, messages take no time
+and all stages take equally long (in fact the last has head and loss, too), its idle time is:
 
                   idle             messages of all     microbatches that rank r keeps at most
                                    ranks, each way     for their B              for their W
@@ -44,13 +45,14 @@ works for M (F+B+W). If M >= P, W <= F and B, messages take no time and all stag
     interleaved   (P-1) (F+B)/V    M (V P-1)           min(M, P + (P-2r-1)/V)   -
     zb            (P-1) (F+B-W)    M (P-1)             P-r                      r+1
 
-So of all time afab and 1f1b are idle for (P-1) / (M+P-1), interleaved for (P-1) / (V M+P-1), and zb
-for (P-1) / (2 M+P-1) with --recompute full, (P-1) / (3 M+P-1) with none. A microbatch that is kept
-in one of V stages counts 1/V. zb keeps P in all: right after a B, P-r-1 for B and r+1 for W.
+So the idle share of the total time is, for afab and 1f1b, (P-1) / (M+P-1), for interleaved (P-1) /
+(V M+P-1), and for zb (P-1) / (2 M+P-1) with --recompute full, (P-1) / (3 M+P-1) with none. A
+microbatch that is kept in one of V stages counts 1/V. With zb the two columns add up to P: after a
+B, P-r-1 wait for B and r+1 for W.
 
-Numbers that a microbatch keeps for each token and layer: for B with --recompute full h, the layer's
-input; with none about 8 h + 4 intermediate + 2 KV heads * head size, 22 h in Llama-3.1-8B. For W,
-with both settings, the input and the output's gradient of each weight matrix: 6 h + 3 intermediate
+Numbers kept for each token, layer and microbatch. For B: the layer's input, h, with --recompute
+full; about 8 h + 4 intermediate + 2 KV heads * head size, 22 h in Llama-3.1-8B, with none. For W,
+with both settings: the input and the output's gradient of each weight matrix, 6 h + 3 intermediate
 + 2 KV heads * head size, 17 h there. So with P = 4 and full, rank 3 keeps up to 4 * 17 h a layer
 with zb, and h with 1f1b. Besides these a rank has each stage's output, h a token, until its B, a
 gradient that it is sending, and a message received ahead.
@@ -139,7 +141,7 @@ def stages_of(rank, P, V):
 
 
 def afab(rank, P, M, V=1):
-    """All forward, all backward (GPipe, arXiv 1811.06965): a rank's actions. V is not used."""
+    """All forward, all backward (GPipe, arXiv 1811.06965): a rank's actions. V is 1."""
     for m in range(M):
         yield Action("F", rank, m)
     for m in range(M):
@@ -179,9 +181,9 @@ def interleaved(rank, P, M, V):
 
 
 def zero_bubble(rank, P, M, V=1):
-    """ZB-H1 (arXiv 2401.10241): 1F1B in which rank r runs W of m right after B of m + r. So from
-    then on r microbatches wait for their W, and r + 1 just after a B. These r + 1 W are what a rank
-    has to do after its last B, while the ranks before it still have B to do."""
+    """ZB-H1 (arXiv 2401.10241): 1F1B in which rank r runs W of m right after B of m + r. From B of
+    r on, r microbatches wait for their W before each B, and r + 1 right after it. After its last B
+    a rank still has these r + 1 W to run, while the ranks before it still have B to do."""
     for action in one_f_one_b(rank, P, M):
         yield action
         if action.kind == "B" and action.microbatch >= rank:
@@ -239,7 +241,7 @@ def all_schedules(args, P):
     schedule, M, V = SCHEDULES[args.schedule], args.microbatches, args.virtual_stages
     schedules = [list(schedule(rank, P, M, V)) for rank in range(P)]
     if len(simulate(schedules, P * V, lambda action: 1)) < sum(map(len, schedules)):
-        raise UsageError(f"--schedule {args.schedule}: ranks would wait for each other for ever")
+        raise UsageError(f"--schedule {args.schedule} would deadlock")
     return schedules
 
 
@@ -305,8 +307,8 @@ class LinearWithDeferredWeightGrad(torch.autograd.Function):
 
 
 class DeferredLinear(nn.Module):
-    """Takes an nn.Linear's place, with zb. pending: x and dy of the microbatches that wait for W,
-    the oldest first."""
+    """Replaces an nn.Linear, with zb. pending: x and dy of the microbatches that wait for W, the
+    oldest first."""
 
     def __init__(self, linear):
         super().__init__()
@@ -401,11 +403,11 @@ class Pipeline:
     has been through shard_model() and, with zb, defer_weight_gradients().
 
     Why no rank waits for ever: before an action a rank waits for its message, and simulate() has
-    shown that this order can run. Before a send it waits until the last message of that kind is
-    received. That receive is posted one action ahead, and F and B have channels of their own. This
-    is enough for these four schedules, though not for any order (tried with messages that leave
-    only when they are received, as NCCL's large ones do: P up to 8, V up to 4, M up to 19).
-    Messages need no tags, because both ends of a channel have them in the same order.
+    shown that this order can run. Before a send it waits for the previous send of that kind to end.
+    Its receive is posted one action ahead, and F and B have channels of their own. This is enough
+    for these four schedules, but some other orders would hang (tried with messages that leave only
+    when they are received, as NCCL's large ones do: P up to 8, V up to 4, M up to 19). Messages
+    need no tags, because both ends of a channel have them in the same order.
     """
 
     def __init__(self, model, group, args):
@@ -466,7 +468,7 @@ class Pipeline:
         return x.grad
 
     def add_weight_gradients(self):
-        """W: of the oldest microbatch that waits for it, which is the action's."""
+        """W: for the oldest pending microbatch, which is the action's."""
         for linear in self.deferred:
             linear.add_weight_gradient()
 
@@ -595,7 +597,7 @@ STRATEGY = "pp"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2")  # model_type
 OPTIONS = {
     "--schedule": {"choices": list(SCHEDULES), "default": "1f1b"},
-    "--microbatches": {"type": int, "help": "parts of the batch (--batch, else 4 or more)"},
+    "--microbatches": {"type": int, "help": "parts of the batch (default: --batch, or 4 or more)"},
     "--virtual-stages": {"type": int, "help": "stages per rank, interleaved only (2)"},
 }
 # Copied from tp.py
@@ -677,7 +679,7 @@ def expected_traffic(model, group, args):
 # Copied from tp.py
 # ---- 5. Proof: from here on the same in tp.py, sp_megatron.py, sp_ulysses.py and pp.py -----------
 
-# The largest error that passes. It is relative to the tensor's norm, or to FLOOR times the norm of
+# LIMIT: the largest error that passes, relative to the tensor's norm, or to FLOOR times the norm of
 # all tensors of its kind where that is larger (some gradients are zero except for rounding). Only
 # float64 proves: with a FLOOR of 1 a small tensor can be wrong and pass
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bfloat16": 2e-1}
@@ -712,8 +714,8 @@ def gather_objects(value, group):
 
 
 def upcasts_in_float64(args):
-    """A context for the float64 proof alone. HF's norms and softmax cast to torch.float32; in here,
-    HF's module sees a torch whose float32 is float64."""
+    """HF's norms and softmax cast to torch.float32, which rounds too much for a float64 proof. In
+    this context, with --dtype float64, HF's module sees a torch whose float32 is float64."""
     family = args.config.model_type
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     wide = torch.promote_types(getattr(torch, args.dtype), torch.float32)
@@ -759,7 +761,7 @@ def proof_batch(args, group, step=1):
 
 
 def reference_step(model, ids, labels):
-    """Logits, loss (in float64) and gradient norm of HF's untouched model on one device."""
+    """HF's model on one device: logits, loss (in float64), gradient norm; leaves .grad."""
     logits = model(input_ids=ids, use_cache=False).logits
     targets = labels[:, 1:].flatten()
     loss = F.cross_entropy(logits[:, :-1].double().flatten(0, 1), targets, ignore_index=IGNORE)
@@ -781,10 +783,10 @@ def own_part(marked, tensor, full, group):
 
 
 def compare(step, kind, ours, expected, args, group):
-    """Rows of --json, one for each tensor of expected {name: one device's}. ours: this rank's
-    parts. For kind "grad" both are parameters, whose .grad is compared. The error is over all
-    ranks. coverage: on how many ranks an element is, counting its replicas as one; the one farthest
-    from 1 is reported (0: lost, 2: in two shards)."""
+    """One row of --json for each tensor. expected {name: tensor} is one device's, ours {name: part}
+    is this rank's. For kind "grad" both are parameters, whose .grad is compared. The error is over
+    all ranks. coverage: on how many ranks an element is, counting its replicas as one; the one
+    farthest from 1 is reported (0: lost, 2: in two shards)."""
 
     def value(marked):
         tensor = (marked.grad if kind == "grad" else marked).detach()
@@ -817,8 +819,8 @@ def compare(step, kind, ours, expected, args, group):
 
 
 def check_correctness(args, group):
-    """Compare all tensors of three steps on P ranks with those of HF's model on every rank. Step 3
-    has logits of up to thousands, whose exp() overflows. Only float64 has this step, since in the
+    """Compare weights, and logits, loss and gradients of three steps, with HF's on one device. Step
+    3 has logits of up to thousands, whose exp() overflows. Only float64 has this step, since in the
     other dtypes rounding decides which logit is the largest."""
     reference, model = load_model(args), parallelize(load_model(args), group, args)
     expected, ours = (dict(m.named_parameters()) for m in (reference, model))
@@ -940,7 +942,7 @@ def compare_traffic(forward, step, expected):
 def check_benchmark(args, group):
     """Measures time and peak memory of forward and backward, checks messages to the byte."""
     model = parallelize(load_model(args), group, args)
-    batch, device = proof_batch(args, group), torch.get_device_module(args.device)
+    batch, device_module = proof_batch(args, group), torch.get_device_module(args.device)
     cuda = args.device.type == "cuda"
 
     def step(backward=True):
@@ -950,21 +952,21 @@ def check_benchmark(args, group):
     with Meter() as forward:  # these two steps warm up, too
         step(backward=False)
     if cuda:
-        device.reset_peak_memory_stats()  # loading held the full model
+        device_module.reset_peak_memory_stats()  # loading held the full model
     with Meter() as both:
         step()
-    peaks = gather_objects(device.max_memory_allocated() if cuda else both.peak, group)
+    peaks = gather_objects(device_module.max_memory_allocated() if cuda else both.peak, group)
     traffic = compare_traffic(forward, both, expected_traffic(model, group, args))
     right = gather_objects(all(row["passed"] for row in traffic), group)
     result = {"passed": all(right), "peak_memory_bytes": peaks, "traffic": traffic}
     for name, backward in ("forward_s", False), ("forward_backward_s", True):
         times = []
         for _ in range(args.bench_iters):
-            device.synchronize()
+            device_module.synchronize()
             gather_objects(None, group)  # the ranks begin together
             begin = time.perf_counter()
             step(backward)
-            device.synchronize()
+            device_module.synchronize()
             times.append(max(gather_objects(time.perf_counter() - begin, group)))  # the slowest
         result[name] = {"median": statistics.median(times), "min": min(times), "max": max(times)}
     label = f"time on {args.device.type}" + " (says nothing about GPUs)" * (not cuda)
@@ -1063,7 +1065,7 @@ def start(args):
     except Exception as problem:  # Hugging Face's
         raise UsageError(f"cannot use {args.model}: {problem}") from problem
     finalize_args(args, world)
-    alone = world == 1 or args.backend == "fake"  # then no network is needed
+    alone = world == 1 or args.backend == "fake"  # fake needs no network
     backend = "cpu:gloo,cuda:nccl" if args.backend == "nccl" else "fake" if alone else "gloo"
     store = dist.HashStore() if alone else None  # None: torchrun's
     dist.init_process_group(backend, timeout=args.timeout, world_size=world, rank=rank, store=store)

@@ -4,9 +4,9 @@ Read tp.py first. The lesson is the first 490 lines, to "The lesson ends here". 
 parallelize() and final_hidden_states(). The rest proves and measures.
 
 Tensor parallelism replicates the activations between the blocks (a block: attention or MLP) on each
-of P ranks. Here a rank holds s/P of the s tokens. Inside a block it has all tokens: all features at
-the entry, 1/P of them between the matrices. Below is an MLP with P = 2 and b sequences; h is
-hidden_size, i intermediate_size, v vocab_size; a weight is (out, in):
+of P ranks. Here a rank holds s/P of the s tokens. Inside a block it has all tokens, with all
+features at the entry and 1/P of the features between the matrices. Below is an MLP with P = 2 and b
+sequences; h is hidden_size, i intermediate_size, v vocab_size; a weight is (out, in):
 
     rank 0: tokens 0..s/2       rank 1: tokens s/2..s        residual, norm: (b, s/2, h)
         |        g   forward: all-gather        |            backward: reduce-scatter dx
@@ -20,12 +20,11 @@ hidden_size, i intermediate_size, v vocab_size; a weight is (out, in):
         v                                       v
     rank 0: tokens 0..s/2       rank 1: tokens s/2..s        (b, s/2, h)
 
-g is not tp.py's g: this paper calls tp.py's f g, and tp.py's g g-bar. An all-reduce is a
-reduce-scatter and then an all-gather. Where a block ends, tp.py all-reduces. Here a block's end
-reduce-scatters, and the next block's entry gathers (in the backward the other way round). Both
-together send as much as the all-reduce, but what lies between, residuals and norms, is 1/P as
-large. Each rank applies a norm's weight to s/P tokens, so sum_gradients() sums the weight's
-gradient.
+g is not tp.py's g: this paper calls tp.py's pair f and f-bar, and puts g and g-bar in their places.
+An all-reduce is a reduce-scatter and then an all-gather. Where a block ends, tp.py all-reduces.
+Here a block's end reduce-scatters, and the next block's entry gathers (in the backward the other
+way round). Together they send as much, but what lies between, residuals and norms, is 1/P as large.
+Each rank applies a norm's weight to s/P tokens, so sum_gradients() sums its gradient.
 
     messages of a layer   forward                 backward          recomputed
     entering a block      g: all-gather           reduce-scatter    all-gather
@@ -34,11 +33,11 @@ gradient.
 Each is of a (b, s, h), and sends half of what an all-reduce of it sends. The embedding has a g-bar.
 The head has a g; with --loss chunked, the default, it has one for each chunk, and these gather
 again in the backward. The loss is tp.py's. The recomputation ends before the MLP's g-bar, since no
-gradient needs what leaves the MLP: it sends an all-gather, a reduce-scatter and an all-gather,
-where tp.py sends one all-reduce.
+gradient needs what leaves the MLP. So recomputing a layer sends an all-gather, a reduce-scatter and
+an all-gather; in tp.py it sends one all-reduce.
 
 --recompute full, the default, keeps only each layer's input, (b, s/P, h). --recompute none keeps
-everything, also each block's gathered input, (b, s, h). Megatron-LM keeps only its own tokens of
+everything, even each block's gathered input, (b, s, h). Megatron-LM keeps only its own tokens of
 that, and gathers again in the backward; so does labs/lab2_megatron_layers/lesson.py.
 
     torchrun --nproc_per_node=2 sp_megatron.py --mode correctness
@@ -134,7 +133,7 @@ def reduce_scatter(x, group):
 
 
 class GatherFromSPRegion(torch.autograd.Function):
-    """The paper's g. Every rank uses every token, so its gradient is the sum of the ranks'."""
+    """The paper's g. Each rank uses every token, so a token's gradient is the sum of the ranks'."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -267,7 +266,7 @@ def shard_model(model, group):
         attention.k_proj = ColumnParallelLinear(attention.k_proj, k0 * d, k1 * d)
         attention.v_proj = ColumnParallelLinear(attention.v_proj, k0 * d, k1 * d)
         attention.o_proj = RowParallelLinear(attention.o_proj, q0 * d, q1 * d, group)
-        attention.num_key_value_groups = (q1 - q0) // (k1 - k0)  # query heads per KV head here
+        attention.num_key_value_groups = (q1 - q0) // (k1 - k0)  # HF reads heads off shapes
 
         mlp = layer.mlp
         layer.post_attention_layernorm.register_forward_hook(g)
@@ -356,8 +355,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         target_logit = shifted.gather(-1, column)[:, 0].masked_fill(~mine, 0)
         sum_exp = shifted.exp_().sum(-1)  # in place, since nothing needs shifted any more
         target_logit, sum_exp = all_reduce(torch.stack([target_logit, sum_exp]), group)
-        # peak and sum_exp are saved apart: peak + log(sum_exp) at a peak of 20 is rounded by 1e-6
-        # in float32, as much as the whole gradient, softmax - 1, of a well predicted target
+        # Not saved as one number, peak + log(sum_exp): at a peak of 20 float32 rounds that by 1e-6,
+        # as much as the whole gradient, softmax - 1, of a well predicted target
         ctx.save_for_backward(logits, column, mine, peak, sum_exp)
         return sum_exp.log() - target_logit
 
@@ -562,7 +561,7 @@ def expected_traffic(model, group, args):
         ("forward", "reduce_scatter", 2 * layers, 2 * layers * hidden),  # g-bar of each block
         ("forward", "all_gather", chunks, hidden),  # g of the head
         ("forward", "all_reduce", 2 * chunks, 3 * number),  # peak; target_logit and sum_exp
-        ("backward", "reduce_scatter", chunks, hidden),  # backwards of the above, without the loss
+        ("backward", "reduce_scatter", chunks, hidden),  # the above in reverse; the loss sends none
         ("backward", "all_gather", 2 * layers, 2 * layers * hidden),
         ("backward", "reduce_scatter", 2 * layers, 2 * layers * hidden),
         ("backward", "all_gather", 1, hidden),
@@ -585,7 +584,7 @@ def expected_traffic(model, group, args):
 # Copied from tp.py
 # ---- 5. Proof: from here on the same in tp.py, sp_megatron.py, sp_ulysses.py and pp.py -----------
 
-# The largest error that passes. It is relative to the tensor's norm, or to FLOOR times the norm of
+# LIMIT: the largest error that passes, relative to the tensor's norm, or to FLOOR times the norm of
 # all tensors of its kind where that is larger (some gradients are zero except for rounding). Only
 # float64 proves: with a FLOOR of 1 a small tensor can be wrong and pass
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bfloat16": 2e-1}
@@ -620,8 +619,8 @@ def gather_objects(value, group):
 
 
 def upcasts_in_float64(args):
-    """A context for the float64 proof alone. HF's norms and softmax cast to torch.float32; in here,
-    HF's module sees a torch whose float32 is float64."""
+    """HF's norms and softmax cast to torch.float32, which rounds too much for a float64 proof. In
+    this context, with --dtype float64, HF's module sees a torch whose float32 is float64."""
     family = args.config.model_type
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     wide = torch.promote_types(getattr(torch, args.dtype), torch.float32)
@@ -667,7 +666,7 @@ def proof_batch(args, group, step=1):
 
 
 def reference_step(model, ids, labels):
-    """Logits, loss (in float64) and gradient norm of HF's untouched model on one device."""
+    """HF's model on one device: logits, loss (in float64), gradient norm; leaves .grad."""
     logits = model(input_ids=ids, use_cache=False).logits
     targets = labels[:, 1:].flatten()
     loss = F.cross_entropy(logits[:, :-1].double().flatten(0, 1), targets, ignore_index=IGNORE)
@@ -689,10 +688,10 @@ def own_part(marked, tensor, full, group):
 
 
 def compare(step, kind, ours, expected, args, group):
-    """Rows of --json, one for each tensor of expected {name: one device's}. ours: this rank's
-    parts. For kind "grad" both are parameters, whose .grad is compared. The error is over all
-    ranks. coverage: on how many ranks an element is, counting its replicas as one; the one farthest
-    from 1 is reported (0: lost, 2: in two shards)."""
+    """One row of --json for each tensor. expected {name: tensor} is one device's, ours {name: part}
+    is this rank's. For kind "grad" both are parameters, whose .grad is compared. The error is over
+    all ranks. coverage: on how many ranks an element is, counting its replicas as one; the one
+    farthest from 1 is reported (0: lost, 2: in two shards)."""
 
     def value(marked):
         tensor = (marked.grad if kind == "grad" else marked).detach()
@@ -725,8 +724,8 @@ def compare(step, kind, ours, expected, args, group):
 
 
 def check_correctness(args, group):
-    """Compare all tensors of three steps on P ranks with those of HF's model on every rank. Step 3
-    has logits of up to thousands, whose exp() overflows. Only float64 has this step, since in the
+    """Compare weights, and logits, loss and gradients of three steps, with HF's on one device. Step
+    3 has logits of up to thousands, whose exp() overflows. Only float64 has this step, since in the
     other dtypes rounding decides which logit is the largest."""
     reference, model = load_model(args), parallelize(load_model(args), group, args)
     expected, ours = (dict(m.named_parameters()) for m in (reference, model))
@@ -848,7 +847,7 @@ def compare_traffic(forward, step, expected):
 def check_benchmark(args, group):
     """Measures time and peak memory of forward and backward, checks messages to the byte."""
     model = parallelize(load_model(args), group, args)
-    batch, device = proof_batch(args, group), torch.get_device_module(args.device)
+    batch, device_module = proof_batch(args, group), torch.get_device_module(args.device)
     cuda = args.device.type == "cuda"
 
     def step(backward=True):
@@ -858,21 +857,21 @@ def check_benchmark(args, group):
     with Meter() as forward:  # these two steps warm up, too
         step(backward=False)
     if cuda:
-        device.reset_peak_memory_stats()  # loading held the full model
+        device_module.reset_peak_memory_stats()  # loading held the full model
     with Meter() as both:
         step()
-    peaks = gather_objects(device.max_memory_allocated() if cuda else both.peak, group)
+    peaks = gather_objects(device_module.max_memory_allocated() if cuda else both.peak, group)
     traffic = compare_traffic(forward, both, expected_traffic(model, group, args))
     right = gather_objects(all(row["passed"] for row in traffic), group)
     result = {"passed": all(right), "peak_memory_bytes": peaks, "traffic": traffic}
     for name, backward in ("forward_s", False), ("forward_backward_s", True):
         times = []
         for _ in range(args.bench_iters):
-            device.synchronize()
+            device_module.synchronize()
             gather_objects(None, group)  # the ranks begin together
             begin = time.perf_counter()
             step(backward)
-            device.synchronize()
+            device_module.synchronize()
             times.append(max(gather_objects(time.perf_counter() - begin, group)))  # the slowest
         result[name] = {"median": statistics.median(times), "min": min(times), "max": max(times)}
     label = f"time on {args.device.type}" + " (says nothing about GPUs)" * (not cuda)
@@ -971,7 +970,7 @@ def start(args):
     except Exception as problem:  # Hugging Face's
         raise UsageError(f"cannot use {args.model}: {problem}") from problem
     finalize_args(args, world)
-    alone = world == 1 or args.backend == "fake"  # then no network is needed
+    alone = world == 1 or args.backend == "fake"  # fake needs no network
     backend = "cpu:gloo,cuda:nccl" if args.backend == "nccl" else "fake" if alone else "gloo"
     store = dist.HashStore() if alone else None  # None: torchrun's
     dist.init_process_group(backend, timeout=args.timeout, world_size=world, rank=rank, store=store)

@@ -31,9 +31,10 @@ sequences, P = 2; h is hidden_size, d is the size of a head; k and v have fewer 
     attention's output, as q      all-to-all       all-to-all       all-to-all
 
 A rank sends (P-1)/P of each, and keeps the rest. They are of s/P tokens, not of all s as in tp.py
-and sp_megatron.py, so they shrink as 1/P. All this is so if P divides heads and KV heads. If not,
-ranks have whole KV groups, some one more. With more ranks than KV heads, a multiple, k and v are
-repeated to P heads: several ranks have the same KV head, and divide the query heads that read it.
+and sp_megatron.py, so they shrink as 1/P. These shapes assume that P divides the KV heads. If not,
+each rank gets whole KV heads with their query heads, some ranks one KV head more. If P is a
+multiple of the KV heads, k and v are repeated to P heads: several ranks have the same KV head, and
+divide the query heads that read it.
 
     messages of a step            forward                      backward
     by default                    all-reduce of the loss       all-reduce of each gradient
@@ -132,7 +133,7 @@ class SeqAllToAll(torch.autograd.Function):
 
 def tokens_to_heads(x, counts, group):
     """(b, heads, s/P, d), all heads of own tokens -> (b, heads/P, s, d), own heads of all tokens.
-    counts[r]: heads of rank r; they differ if P does not divide the KV heads."""
+    counts[r]: heads of rank r, not always equal: see head_range()."""
     receive = [counts[group.rank()]] * group.size()
     rows = SeqAllToAll.apply(x.transpose(0, 1), counts, receive, group)  # a row: (b, s/P, d)
     rows = rows.unflatten(0, (group.size(), -1))  # (P, heads/P, b, s/P, d)
@@ -198,10 +199,10 @@ def attend_with_ulysses(model, group):
     """Have HF's model call ulysses_attention(). Who calls whom:
 
     layer.self_attn      projects q, k, v, rotates q and k, and calls the function with the
-                         name in its config: "sdpa", and from now on "ulysses"
+                         name in its config: "sdpa" before this call, "ulysses" after it
     ulysses_attention    all-to-alls around the function that was called before:
-    attend               HF's own. It reads how many query heads read a KV head, and the
-                         kernel's name, from its first argument: own_heads, not self_attn
+    attend               HF's own. It gets own_heads in the place of self_attn, with the original
+                         config ("sdpa") and this rank's num_key_value_groups
     """
     config = model.config
     eager = sys.modules[type(model).__module__].eager_attention_forward  # each family's own
@@ -254,7 +255,7 @@ def mark_gradients(model, group, args):
 
         weight                   held by     its gradient on a rank          summed over
         by default               all ranks   of its own tokens               all ranks
-        with --shard-weights     one rank    complete: fully_shard sums it   -
+        with --shard-weights     by rows     complete: fully_shard sums it   -
     """
     for parameter in model.parameters():
         parameter.replicas, parameter.sum_over = group.size(), group
@@ -276,7 +277,7 @@ def recompute_layers(model):
 
 
 def parallelize(model, group, args):
-    """HF's model, as this rank runs it: its attention spans the ranks."""
+    """Change HF's model so that its attention spans all ranks."""
     attend_with_ulysses(model, group)
     if args.recompute == "full":
         recompute_layers(model)
@@ -291,7 +292,8 @@ def parallelize(model, group, args):
 
 
 def own_tokens(x, group, padding):
-    """This rank's tokens (b, s/P) of x (b, s), padded at the end if P does not divide s."""
+    """This rank's tokens (b, s/P) of x (b, s). If P does not divide s, padding is at the end, where
+    the causal mask hides it from real tokens, and the loss ignores it."""
     x = F.pad(x, (0, -x.shape[1] % group.size()), value=padding)
     return x.chunk(group.size(), 1)[group.rank()]
 
@@ -478,7 +480,7 @@ def expected_traffic(model, group, args):
     head_dim = model.model.layers[0].self_attn.head_dim
     head = args.batch * math.ceil(args.length / world) * head_dim * element  # of own tokens
     # The message of an all-to-all is its input. q, kv: all heads of own tokens; own_q, own_kv: own
-    # heads of all tokens, which is another size if P does not divide the heads evenly
+    # heads of all tokens, which is another size if the ranks have unequal heads
     q, kv = sum(q_counts) * head, sum(kv_counts) * head
     own_q, own_kv = (n[group.rank()] * world * head for n in (q_counts, kv_counts))
     forward = layers * (q + 2 * kv + own_q)  # q, k, v; then the output of own heads
@@ -505,7 +507,7 @@ def expected_traffic(model, group, args):
 # Copied from tp.py
 # ---- 5. Proof: from here on the same in tp.py, sp_megatron.py, sp_ulysses.py and pp.py -----------
 
-# The largest error that passes. It is relative to the tensor's norm, or to FLOOR times the norm of
+# LIMIT: the largest error that passes, relative to the tensor's norm, or to FLOOR times the norm of
 # all tensors of its kind where that is larger (some gradients are zero except for rounding). Only
 # float64 proves: with a FLOOR of 1 a small tensor can be wrong and pass
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bfloat16": 2e-1}
@@ -540,8 +542,8 @@ def gather_objects(value, group):
 
 
 def upcasts_in_float64(args):
-    """A context for the float64 proof alone. HF's norms and softmax cast to torch.float32; in here,
-    HF's module sees a torch whose float32 is float64."""
+    """HF's norms and softmax cast to torch.float32, which rounds too much for a float64 proof. In
+    this context, with --dtype float64, HF's module sees a torch whose float32 is float64."""
     family = args.config.model_type
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     wide = torch.promote_types(getattr(torch, args.dtype), torch.float32)
@@ -587,7 +589,7 @@ def proof_batch(args, group, step=1):
 
 
 def reference_step(model, ids, labels):
-    """Logits, loss (in float64) and gradient norm of HF's untouched model on one device."""
+    """HF's model on one device: logits, loss (in float64), gradient norm; leaves .grad."""
     logits = model(input_ids=ids, use_cache=False).logits
     targets = labels[:, 1:].flatten()
     loss = F.cross_entropy(logits[:, :-1].double().flatten(0, 1), targets, ignore_index=IGNORE)
@@ -609,10 +611,10 @@ def own_part(marked, tensor, full, group):
 
 
 def compare(step, kind, ours, expected, args, group):
-    """Rows of --json, one for each tensor of expected {name: one device's}. ours: this rank's
-    parts. For kind "grad" both are parameters, whose .grad is compared. The error is over all
-    ranks. coverage: on how many ranks an element is, counting its replicas as one; the one farthest
-    from 1 is reported (0: lost, 2: in two shards)."""
+    """One row of --json for each tensor. expected {name: tensor} is one device's, ours {name: part}
+    is this rank's. For kind "grad" both are parameters, whose .grad is compared. The error is over
+    all ranks. coverage: on how many ranks an element is, counting its replicas as one; the one
+    farthest from 1 is reported (0: lost, 2: in two shards)."""
 
     def value(marked):
         tensor = (marked.grad if kind == "grad" else marked).detach()
@@ -645,8 +647,8 @@ def compare(step, kind, ours, expected, args, group):
 
 
 def check_correctness(args, group):
-    """Compare all tensors of three steps on P ranks with those of HF's model on every rank. Step 3
-    has logits of up to thousands, whose exp() overflows. Only float64 has this step, since in the
+    """Compare weights, and logits, loss and gradients of three steps, with HF's on one device. Step
+    3 has logits of up to thousands, whose exp() overflows. Only float64 has this step, since in the
     other dtypes rounding decides which logit is the largest."""
     reference, model = load_model(args), parallelize(load_model(args), group, args)
     expected, ours = (dict(m.named_parameters()) for m in (reference, model))
@@ -768,7 +770,7 @@ def compare_traffic(forward, step, expected):
 def check_benchmark(args, group):
     """Measures time and peak memory of forward and backward, checks messages to the byte."""
     model = parallelize(load_model(args), group, args)
-    batch, device = proof_batch(args, group), torch.get_device_module(args.device)
+    batch, device_module = proof_batch(args, group), torch.get_device_module(args.device)
     cuda = args.device.type == "cuda"
 
     def step(backward=True):
@@ -778,21 +780,21 @@ def check_benchmark(args, group):
     with Meter() as forward:  # these two steps warm up, too
         step(backward=False)
     if cuda:
-        device.reset_peak_memory_stats()  # loading held the full model
+        device_module.reset_peak_memory_stats()  # loading held the full model
     with Meter() as both:
         step()
-    peaks = gather_objects(device.max_memory_allocated() if cuda else both.peak, group)
+    peaks = gather_objects(device_module.max_memory_allocated() if cuda else both.peak, group)
     traffic = compare_traffic(forward, both, expected_traffic(model, group, args))
     right = gather_objects(all(row["passed"] for row in traffic), group)
     result = {"passed": all(right), "peak_memory_bytes": peaks, "traffic": traffic}
     for name, backward in ("forward_s", False), ("forward_backward_s", True):
         times = []
         for _ in range(args.bench_iters):
-            device.synchronize()
+            device_module.synchronize()
             gather_objects(None, group)  # the ranks begin together
             begin = time.perf_counter()
             step(backward)
-            device.synchronize()
+            device_module.synchronize()
             times.append(max(gather_objects(time.perf_counter() - begin, group)))  # the slowest
         result[name] = {"median": statistics.median(times), "min": min(times), "max": max(times)}
     label = f"time on {args.device.type}" + " (says nothing about GPUs)" * (not cuda)
@@ -891,7 +893,7 @@ def start(args):
     except Exception as problem:  # Hugging Face's
         raise UsageError(f"cannot use {args.model}: {problem}") from problem
     finalize_args(args, world)
-    alone = world == 1 or args.backend == "fake"  # then no network is needed
+    alone = world == 1 or args.backend == "fake"  # fake needs no network
     backend = "cpu:gloo,cuda:nccl" if args.backend == "nccl" else "fake" if alone else "gloo"
     store = dist.HashStore() if alone else None  # None: torchrun's
     dist.init_process_group(backend, timeout=args.timeout, world_size=world, rank=rank, store=store)

@@ -28,7 +28,7 @@ and head are cut by vocabulary, and the loss is computed without ever gathering 
     MLP                   g: all-reduce    f: all-reduce    -
 
 Each all-reduce is of a (b, s, h). The embedding has one more in the forward, and the head one in
-the backward. The loss sends 3 numbers for each token, with --loss chunked, the default, again in
+the backward. The loss sends 3 numbers for each token; with --loss chunked, the default, again in
 the backward. --recompute full, the default, keeps only each layer's input, and runs the layer's
 forward again in the backward. That stops before the MLP's g, because no gradient needs what leaves
 the MLP. --recompute none keeps all activations.
@@ -103,7 +103,7 @@ def all_reduce(x, group, op=dist.ReduceOp.SUM):
 
 
 class CopyToTPRegion(torch.autograd.Function):
-    """The paper's f. Every rank uses the same x, so its gradient is the sum of the ranks'."""
+    """The paper's f. Every rank uses the same x, so x's gradient is the sum of the ranks'."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -232,7 +232,7 @@ def shard_model(model, group):
         attention.k_proj = ColumnParallelLinear(attention.k_proj, k0 * d, k1 * d)
         attention.v_proj = ColumnParallelLinear(attention.v_proj, k0 * d, k1 * d)
         attention.o_proj = RowParallelLinear(attention.o_proj, q0 * d, q1 * d, group)
-        attention.num_key_value_groups = (q1 - q0) // (k1 - k0)  # query heads per KV head here
+        attention.num_key_value_groups = (q1 - q0) // (k1 - k0)  # HF reads heads off shapes
 
         mlp = layer.mlp
         layer.post_attention_layernorm.register_forward_hook(f)
@@ -319,8 +319,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         target_logit = shifted.gather(-1, column)[:, 0].masked_fill(~mine, 0)
         sum_exp = shifted.exp_().sum(-1)  # in place, since nothing needs shifted any more
         target_logit, sum_exp = all_reduce(torch.stack([target_logit, sum_exp]), group)
-        # peak and sum_exp are saved apart: peak + log(sum_exp) at a peak of 20 is rounded by 1e-6
-        # in float32, as much as the whole gradient, softmax - 1, of a well predicted target
+        # Not saved as one number, peak + log(sum_exp): at a peak of 20 float32 rounds that by 1e-6,
+        # as much as the whole gradient, softmax - 1, of a well predicted target
         ctx.save_for_backward(logits, column, mine, peak, sum_exp)
         return sum_exp.log() - target_logit
 
@@ -342,8 +342,8 @@ def sum_of_losses(model, hidden, targets, group):
 
 
 def tokens_per_chunk(length, group, args):
-    """Tokens of each sequence in a chunk. P * LOSS_CHUNK in all sequences together, because a rank
-    has v/P logits of a token: as many numbers as LOSS_CHUNK tokens have on one device."""
+    """Tokens of each sequence in a chunk. All sequences together have at most P * LOSS_CHUNK: with
+    v/P logits each, as many numbers as LOSS_CHUNK tokens have on one device."""
     return length if args.loss == "full" else max(1, LOSS_CHUNK * group.size() // args.batch)
 
 
@@ -432,7 +432,7 @@ def parallelize_by_dtensor(model, group, args):
         "model.layers.*.mlp.gate_proj": parallel.ColwiseParallel(),
         "model.layers.*.mlp.up_proj": parallel.ColwiseParallel(),
         "model.layers.*.mlp.down_proj": parallel.RowwiseParallel(),
-        "lm_head": parallel.ColwiseParallel(),  # has an f of its own, and returns plain tensors
+        "lm_head": parallel.ColwiseParallel(),  # its input is no DTensor yet: it has its own f
     }
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     parallel.parallelize_module(model, DeviceMesh.from_group(group, model.device.type), plan)
@@ -452,7 +452,7 @@ def parallelize_by_dtensor(model, group, args):
 
 
 def grad_norm_by_dtensor(model, group):
-    """grad_norm() of gradients that are DTensors, each placed first as its parameter is."""
+    """grad_norm() of gradients that are DTensors, each first redistributed like its parameter."""
     total = 0
     for p in model.parameters():
         grad = p.grad
@@ -556,7 +556,7 @@ def expected_traffic(model, group, args):
 
 # ---- 5. Proof: from here on the same in tp.py, sp_megatron.py, sp_ulysses.py and pp.py -----------
 
-# The largest error that passes. It is relative to the tensor's norm, or to FLOOR times the norm of
+# LIMIT: the largest error that passes, relative to the tensor's norm, or to FLOOR times the norm of
 # all tensors of its kind where that is larger (some gradients are zero except for rounding). Only
 # float64 proves: with a FLOOR of 1 a small tensor can be wrong and pass
 LIMIT = {"float64": 1e-10, "float32": 1e-3, "bfloat16": 2e-1}
@@ -591,8 +591,8 @@ def gather_objects(value, group):
 
 
 def upcasts_in_float64(args):
-    """A context for the float64 proof alone. HF's norms and softmax cast to torch.float32; in here,
-    HF's module sees a torch whose float32 is float64."""
+    """HF's norms and softmax cast to torch.float32, which rounds too much for a float64 proof. In
+    this context, with --dtype float64, HF's module sees a torch whose float32 is float64."""
     family = args.config.model_type
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     wide = torch.promote_types(getattr(torch, args.dtype), torch.float32)
@@ -638,7 +638,7 @@ def proof_batch(args, group, step=1):
 
 
 def reference_step(model, ids, labels):
-    """Logits, loss (in float64) and gradient norm of HF's untouched model on one device."""
+    """HF's model on one device: logits, loss (in float64), gradient norm; leaves .grad."""
     logits = model(input_ids=ids, use_cache=False).logits
     targets = labels[:, 1:].flatten()
     loss = F.cross_entropy(logits[:, :-1].double().flatten(0, 1), targets, ignore_index=IGNORE)
@@ -660,10 +660,10 @@ def own_part(marked, tensor, full, group):
 
 
 def compare(step, kind, ours, expected, args, group):
-    """Rows of --json, one for each tensor of expected {name: one device's}. ours: this rank's
-    parts. For kind "grad" both are parameters, whose .grad is compared. The error is over all
-    ranks. coverage: on how many ranks an element is, counting its replicas as one; the one farthest
-    from 1 is reported (0: lost, 2: in two shards)."""
+    """One row of --json for each tensor. expected {name: tensor} is one device's, ours {name: part}
+    is this rank's. For kind "grad" both are parameters, whose .grad is compared. The error is over
+    all ranks. coverage: on how many ranks an element is, counting its replicas as one; the one
+    farthest from 1 is reported (0: lost, 2: in two shards)."""
 
     def value(marked):
         tensor = (marked.grad if kind == "grad" else marked).detach()
@@ -696,8 +696,8 @@ def compare(step, kind, ours, expected, args, group):
 
 
 def check_correctness(args, group):
-    """Compare all tensors of three steps on P ranks with those of HF's model on every rank. Step 3
-    has logits of up to thousands, whose exp() overflows. Only float64 has this step, since in the
+    """Compare weights, and logits, loss and gradients of three steps, with HF's on one device. Step
+    3 has logits of up to thousands, whose exp() overflows. Only float64 has this step, since in the
     other dtypes rounding decides which logit is the largest."""
     reference, model = load_model(args), parallelize(load_model(args), group, args)
     expected, ours = (dict(m.named_parameters()) for m in (reference, model))
@@ -819,7 +819,7 @@ def compare_traffic(forward, step, expected):
 def check_benchmark(args, group):
     """Measures time and peak memory of forward and backward, checks messages to the byte."""
     model = parallelize(load_model(args), group, args)
-    batch, device = proof_batch(args, group), torch.get_device_module(args.device)
+    batch, device_module = proof_batch(args, group), torch.get_device_module(args.device)
     cuda = args.device.type == "cuda"
 
     def step(backward=True):
@@ -829,21 +829,21 @@ def check_benchmark(args, group):
     with Meter() as forward:  # these two steps warm up, too
         step(backward=False)
     if cuda:
-        device.reset_peak_memory_stats()  # loading held the full model
+        device_module.reset_peak_memory_stats()  # loading held the full model
     with Meter() as both:
         step()
-    peaks = gather_objects(device.max_memory_allocated() if cuda else both.peak, group)
+    peaks = gather_objects(device_module.max_memory_allocated() if cuda else both.peak, group)
     traffic = compare_traffic(forward, both, expected_traffic(model, group, args))
     right = gather_objects(all(row["passed"] for row in traffic), group)
     result = {"passed": all(right), "peak_memory_bytes": peaks, "traffic": traffic}
     for name, backward in ("forward_s", False), ("forward_backward_s", True):
         times = []
         for _ in range(args.bench_iters):
-            device.synchronize()
+            device_module.synchronize()
             gather_objects(None, group)  # the ranks begin together
             begin = time.perf_counter()
             step(backward)
-            device.synchronize()
+            device_module.synchronize()
             times.append(max(gather_objects(time.perf_counter() - begin, group)))  # the slowest
         result[name] = {"median": statistics.median(times), "min": min(times), "max": max(times)}
     label = f"time on {args.device.type}" + " (says nothing about GPUs)" * (not cuda)
@@ -942,7 +942,7 @@ def start(args):
     except Exception as problem:  # Hugging Face's
         raise UsageError(f"cannot use {args.model}: {problem}") from problem
     finalize_args(args, world)
-    alone = world == 1 or args.backend == "fake"  # then no network is needed
+    alone = world == 1 or args.backend == "fake"  # fake needs no network
     backend = "cpu:gloo,cuda:nccl" if args.backend == "nccl" else "fake" if alone else "gloo"
     store = dist.HashStore() if alone else None  # None: torchrun's
     dist.init_process_group(backend, timeout=args.timeout, world_size=world, rank=rank, store=store)

@@ -150,7 +150,7 @@ def reduce_scatter(x, group):
 
 # Copied from sp_megatron.py
 class GatherFromSPRegion(torch.autograd.Function):
-    """The paper's g. Every rank uses every token, so its gradient is the sum of the ranks'."""
+    """The paper's g. Each rank uses every token, so a token's gradient is the sum of the ranks'."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -287,8 +287,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         target_logit = shifted.gather(-1, column)[:, 0].masked_fill(~mine, 0)
         sum_exp = shifted.exp_().sum(-1)  # in place, since nothing needs shifted any more
         target_logit, sum_exp = all_reduce(torch.stack([target_logit, sum_exp]), group)
-        # peak and sum_exp are saved apart: peak + log(sum_exp) at a peak of 20 is rounded by 1e-6
-        # in float32, as much as the whole gradient, softmax - 1, of a well predicted target
+        # Not saved as one number, peak + log(sum_exp): at a peak of 20 float32 rounds that by 1e-6,
+        # as much as the whole gradient, softmax - 1, of a well predicted target
         ctx.save_for_backward(logits, column, mine, peak, sum_exp)
         return sum_exp.log() - target_logit
 
